@@ -1,0 +1,132 @@
+"""The composition root: a checked configuration and the registry become an engine and its workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvengine.config import from_mapping
+from kvengine.core.errors import ConfigError, choices_hint
+from kvengine.core.limits import EngineConfig, EngineLimits
+from kvengine.engine.clock import VirtualClock, WallClock
+from kvengine.engine.context import SchedulingContext
+from kvengine.engine.engine import Engine
+from kvengine.engine.intake import Intake
+from kvengine.engine.recording import Recorder
+from kvengine.kv.sizing import KvConfig, kv_shape
+from kvengine.policies import Build, KvShape, Model, ModelShape, Workload
+from kvengine.registry import KINDS, Entry, Registry
+from kvengine.telemetry.config import TelemetryConfig
+
+CONTEXT_KINDS = ("allocator", "queue", "admission", "victim", "preemption")
+"""Policies that the scheduling context needs besides the scheduler, in the order they are built."""
+
+GROUPS = ("engine", "kv", "telemetry", *KINDS)
+"""Every group that a configuration consists of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A run that is checked and built as far as it goes without loading a model."""
+
+    engine_config: EngineConfig
+    limits: EngineLimits
+    model: Model
+    shape: ModelShape
+    kv: KvShape
+    context: SchedulingContext
+    workload: Workload
+    telemetry: TelemetryConfig
+    build: Build
+    executor: tuple[Entry, Any]
+
+    def engine(self, recorder: Recorder | None = None) -> Engine:
+        """Load the model and put the engine together; ModelError when the model cannot be served."""
+        entry, config = self.executor
+        executor = entry.factory(config, self.build)
+        return Engine(
+            context=self.context,
+            executor=executor,
+            intake=Intake(
+                limits=self.limits,
+                capacity=self.context.allocator.capacity,
+                vocab_size=self.shape.vocab_size,
+                eos_token_ids=self.shape.eos_token_ids,
+                seed=self.engine_config.seed,
+            ),
+            clock=VirtualClock() if executor.virtual_time else WallClock(),
+            recorder=recorder,
+        )
+
+
+def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
+    """Check the whole of `config` and build everything but the executor.
+
+    `config` has one mapping per group (plain containers, no OmegaConf); a plug-in's group holds its `name` and
+    its settings. Raises ConfigError, naming the key, for whatever cannot work.
+    """
+    for group in config:
+        if group not in GROUPS:
+            raise ConfigError(group, config[group], f"no such group; {choices_hint(group, GROUPS)}")
+    engine_config = from_mapping(EngineConfig, config.get("engine", {}), "engine")
+    build = Build(seed=engine_config.seed)
+    chosen = {kind: choose(registry, config, kind) for kind in KINDS}
+    model = make(chosen["model"], build)
+    shape = model.shape()
+    check_model_len(engine_config, model.name, shape)
+    kv = kv_shape(from_mapping(KvConfig, config.get("kv", {}), "kv"), engine_config, shape)
+    build = replace(build, model=model, kv=kv)
+    limits, parts = build_policies(registry, config, engine_config, kv)
+    build = replace(build, limits=limits)
+    build = replace(build, attention=make(chosen["attention"], build))
+    return Blueprint(
+        engine_config=engine_config,
+        limits=limits,
+        model=model,
+        shape=shape,
+        kv=kv,
+        context=SchedulingContext(limits=limits, **parts),
+        workload=make(chosen["workload"], build),
+        telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
+        build=build,
+        executor=chosen["executor"],
+    )
+
+
+def build_policies(
+    registry: Registry, config: Mapping[str, Any], engine: EngineConfig, kv: KvShape
+) -> tuple[EngineLimits, dict[str, Any]]:
+    """The limits under the chosen scheduler, and the scheduler and the other policies of the context."""
+    build = Build(seed=engine.seed, kv=kv)
+    scheduler = make(choose(registry, config, "scheduler"), build)
+    limits = engine.resolve(chunks=scheduler.chunks, scheduler=config["scheduler"]["name"])
+    build = replace(build, limits=limits)
+    parts = {kind: make(choose(registry, config, kind), build) for kind in CONTEXT_KINDS}
+    return limits, {"scheduler": scheduler, **parts}
+
+
+def choose(registry: Registry, config: Mapping[str, Any], kind: str) -> tuple[Entry, Any]:
+    """The registry entry that `config` names for `kind`, and its checked settings; ConfigError."""
+    group = config.get(kind)
+    if not isinstance(group, Mapping) or "name" not in group:
+        raise ConfigError(kind, group, f"names no {kind}; {choices_hint('', registry.names(kind))}")
+    entry = registry.get(kind, group["name"])
+    options = {key: value for key, value in group.items() if key != "name"}
+    return entry, from_mapping(entry.schema, options, kind)
+
+
+def make(choice: tuple[Entry, Any], build: Build) -> Any:
+    """What the chosen factory builds."""
+    entry, config = choice
+    return entry.factory(config, build)
+
+
+def check_model_len(engine: EngineConfig, model_name: str, shape: ModelShape) -> None:
+    """ConfigError when sequences could grow longer than the model's positions reach."""
+    if engine.max_model_len > shape.max_position:
+        raise ConfigError(
+            "engine.max_model_len",
+            engine.max_model_len,
+            f"model={model_name} has {shape.max_position} positions; the largest valid value is that",
+        )

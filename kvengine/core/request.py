@@ -1,0 +1,59 @@
+"""The immutable ask: what to generate from which prompt, and how."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    `max_tokens=None` means as many as `max_model_len` allows. `temperature=0` is greedy. `top_k` of 0 or -1
+    is off. `seed=None` derives a seed from the engine's seed and the request's ordinal, so that two
+    submissions of one prompt differ. Values are judged when the request is added (engine/intake.py), so that
+    one bad request is refused by name and the others go on.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One ask: prompt token ids, sampling, and when it arrives (`arrival_ns`, on the engine's clock).
+
+    `known_output_tokens` is the true output length where the workload knows it; it implies `ignore_eos` and
+    caps the output at that length. `prompt` is the text, if there was one, kept for the record.
+    """
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    arrival_ns: int = 0
+    known_output_tokens: int | None = None
+    prompt: str | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The tighter of `max_tokens` and `known_output_tokens`; None when neither is set."""
+        asked = [limit for limit in (self.sampling.max_tokens, self.known_output_tokens) if limit is not None]
+        return min(asked, default=None)
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether end-of-sequence tokens are ordinary tokens for this request."""
+        return self.sampling.ignore_eos or self.known_output_tokens is not None
+
+    def pair_key(self, ordinal: int) -> str:
+        """A key equal for the same work in two runs: a digest of prompt, sampling and place in the workload."""
+        work = repr((ordinal, self.prompt_token_ids, self.sampling, self.known_output_tokens))
+        return hashlib.blake2b(work.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,141 @@
+"""The engine: add requests, step, get outputs."""
+
+from __future__ import annotations
+
+from kvengine.core.errors import EngineStalledError, PolicyError, RequestError
+from kvengine.core.plan import Idle, RequestOutput, StepPlan, StepResult
+from kvengine.core.request import Request
+from kvengine.core.sequence import Sequence
+from kvengine.engine.clock import Clock
+from kvengine.engine.commit import commit
+from kvengine.engine.context import SchedulingContext
+from kvengine.engine.intake import Intake
+from kvengine.engine.recording import NullRecorder, PoolState, Recorder
+from kvengine.policies import Executor
+
+MAX_EMPTY_STEPS = 1000
+"""So many steps in a row that decide but compute nothing are taken for a policy going round in circles."""
+
+
+class Engine:
+    """One engine: a context, an executor and a clock. Two of them in a process share nothing."""
+
+    def __init__(
+        self,
+        *,
+        context: SchedulingContext,
+        executor: Executor,
+        intake: Intake,
+        clock: Clock,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.context = context
+        self.executor = executor
+        self.clock = clock
+        self.recorder: Recorder = recorder or NullRecorder()
+        self._intake = intake
+        self._live: dict[str, set[Sequence]] = {}
+        self._num_empty_steps = 0
+
+    def add_request(self, request: Request) -> None:
+        """Let `request` wait; RequestError if its id is in use or it can never be served."""
+        try:
+            if request.id in self._live:
+                raise RequestError(request.id, "this id is in use by an unfinished request")
+            sequences = self._intake.sequences(request)
+        except RequestError as error:
+            self.recorder.rejected(request, error, self.clock.now())
+            raise
+        self._live[request.id] = set(sequences)
+        for seq in sequences:
+            self.context.enqueue(seq)
+
+    def abort(self, request_id: str) -> None:
+        """End all sequences of a request before the next step; nothing if it is not live. The id is free."""
+        for seq in self._live.pop(request_id, ()):
+            self.context.abort(seq)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any accepted request is unfinished."""
+        return bool(self._live)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Accepted requests that are unfinished."""
+        return len(self._live)
+
+    def step(self) -> list[RequestOutput] | Idle:
+        """Advance every scheduled sequence by one forward pass."""
+        plan = self.context.plan(self.clock.now())
+        self._note_aborted()
+        if plan.is_idle:
+            self.context.check_integrity()
+            return Idle(plan.wake_at)
+        result = self._execute(plan)
+        self.clock.advance(result.duration_ns)
+        outputs = commit(self.context, plan, result, self.clock.now())
+        self.recorder.step(plan, result, self._pool_state())
+        self._forget_finished(outputs)
+        return outputs
+
+    def stalled(self) -> EngineStalledError:
+        """The error that ends a run in which nothing can happen any more, saying who waits."""
+        context = self.context
+        running = ", ".join(map(repr, list(context.running)[:3])) or "nobody"
+        head = f"the head is {context.waiting.peek()}" if len(context.waiting) else "the queue is empty"
+        return EngineStalledError(
+            f"no progress: {type(context.scheduler).__name__} schedules nothing and names no time to be asked "
+            f"again; {len(context.waiting)} wait ({head}), running: {running}, "
+            f"{context.num_free_blocks} of {context.allocator.num_blocks} blocks free"
+        )
+
+    def close(self) -> None:
+        """Free what the executor holds (model, caches)."""
+        self.executor.close()
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """The executor's result, checked: one list per row, ids exactly where a row samples."""
+        if not plan.num_tokens:
+            self._num_empty_steps += 1
+            if self._num_empty_steps > MAX_EMPTY_STEPS:
+                raise self.stalled()
+            return StepResult([], 0)
+        self._num_empty_steps = 0
+        result = self.executor.execute(plan)
+        wrong = [
+            row.seq.id
+            for row, ids in zip(plan.rows, result.token_ids, strict=True)
+            if bool(ids) != row.samples
+        ]
+        if wrong:
+            raise PolicyError(
+                f"{type(self.executor).__name__}, step {plan.step}: ids missing or surplus for {wrong}"
+            )
+        return result
+
+    def _pool_state(self) -> PoolState:
+        context = self.context
+        return PoolState(
+            context.num_running,
+            len(context.held),
+            len(context.waiting),
+            context.num_free_blocks,
+            context.num_tokens_held,
+        )
+
+    def _note_aborted(self) -> None:
+        for seq in self.context.take_aborted():
+            seq.times.finished_ns = self.clock.now()
+            self.recorder.finished(seq, self.clock.now())
+
+    def _forget_finished(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            self.recorder.finished(output.sequence, self.clock.now())
+            siblings = self._live.get(output.request_id)
+            if siblings is not None:
+                siblings.discard(output.sequence)
+                if not siblings:
+                    del self._live[output.request_id]

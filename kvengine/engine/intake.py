@@ -1,0 +1,128 @@
+"""What turns a request into sequences, or refuses it by name before it can hurt anybody."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+
+from kvengine.core.errors import RequestError
+from kvengine.core.limits import EngineLimits
+from kvengine.core.request import Request, SamplingParams
+from kvengine.core.sequence import Sequence
+
+
+class Intake:
+    """Checks requests against the model, the limits and the pool, and makes their sequences.
+
+    A request of P prompt tokens and M new ones needs P + M - 1 slots, since the last new token is never fed
+    back. Each of its n sequences must fit an empty pool alone: they are scheduled singly.
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: EngineLimits,
+        capacity: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        seed: int | None,
+    ) -> None:
+        self._limits = limits
+        self._capacity = capacity
+        self._vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
+        self._seed = secrets.randbits(64) if seed is None else seed
+        self._num_requests = 0
+        self._num_sequences = 0
+
+    def sequences(self, request: Request) -> list[Sequence]:
+        """The n sequences of `request`; RequestError, naming the limit and both numbers, if it cannot run."""
+        self._check_prompt(request)
+        problem = sampling_problem(request.sampling, self._vocab_size)
+        if problem is None and request.known_output_tokens is not None and request.known_output_tokens < 1:
+            problem = f"known_output_tokens={request.known_output_tokens}: must be at least 1"
+        if problem:
+            raise RequestError(request.id, problem)
+        total = self._max_tokens_total(request)
+        stop_ids = frozenset(request.sampling.stop_token_ids)
+        if not request.ignore_eos:
+            stop_ids |= self._eos
+        elif request.known_output_tokens is not None:
+            stop_ids = frozenset()
+        seed = request.sampling.seed
+        if seed is None:
+            seed = derive_seed(self._seed, self._num_requests)
+        self._num_requests += 1
+        made = []
+        for choice in range(request.sampling.n):
+            made.append(
+                Sequence(
+                    request,
+                    choice=choice,
+                    order=self._num_sequences,
+                    max_tokens_total=total,
+                    stop_ids=stop_ids,
+                    seed=seed,
+                )
+            )
+            self._num_sequences += 1
+        return made
+
+    def _check_prompt(self, request: Request) -> None:
+        if not request.prompt_token_ids:
+            raise RequestError(request.id, "the prompt is empty")
+        for token in request.prompt_token_ids:
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    request.id, f"prompt token {token} is outside the vocabulary 0..{self._vocab_size - 1}"
+                )
+
+    def _max_tokens_total(self, request: Request) -> int:
+        """Prompt plus new tokens at which the request ends; RequestError when that cannot be held."""
+        prompt, new = len(request.prompt_token_ids), request.max_new_tokens
+        longest = self._limits.max_model_len
+        if prompt + (new or 1) > longest:
+            raise RequestError(
+                request.id,
+                f"NEVER_FITS: {prompt} prompt tokens and {new or 1} new ones exceed max_model_len={longest}",
+            )
+        if prompt + (new or 1) - 1 > self._capacity:
+            raise RequestError(
+                request.id,
+                f"NEVER_FITS: {prompt} prompt tokens and {new or 1} new ones need {prompt + (new or 1) - 1} slots, "
+                f"the whole KV pool can give one sequence {self._capacity}",
+            )
+        return min(longest, self._capacity + 1) if new is None else prompt + new
+
+
+def derive_seed(*parts: int) -> int:
+    """A 64-bit seed that depends on every part and on their order (BLAKE2b)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
+    """What is wrong with `params`, naming the field and its value, or None."""
+    checks = (
+        ("max_tokens", params.max_tokens is None or params.max_tokens >= 1, "must be at least 1"),
+        ("n", params.n >= 1, "must be at least 1"),
+        (
+            "temperature",
+            math.isfinite(params.temperature) and params.temperature >= 0,
+            "must be 0 (greedy) or a positive number",
+        ),
+        ("top_k", params.top_k >= -1, "must be 0 or -1 (off) or positive"),
+        ("top_p", 0 < params.top_p <= 1, "must be above 0 and at most 1"),
+        ("min_p", 0 <= params.min_p <= 1, "must be between 0 and 1"),
+        (
+            "stop_token_ids",
+            all(0 <= token < vocab_size for token in params.stop_token_ids),
+            f"must lie in the vocabulary 0..{vocab_size - 1}",
+        ),
+        ("seed", params.seed is None or -(2**63) <= params.seed < 2**64, "must fit 64 bits"),
+    )
+    for name, good, rule in checks:
+        if not good:
+            return f"{name}={getattr(params, name)}: {rule}"
+    return None

@@ -1,0 +1,46 @@
+"""What the engine tells whoever records it, and the recorder that keeps nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from kvengine.core.errors import RequestError
+from kvengine.core.plan import StepPlan, StepResult
+from kvengine.core.request import Request
+from kvengine.core.sequence import Sequence
+
+
+class PoolState(NamedTuple):
+    """Counts after a step was committed; blocks and tokens are of the KV pool."""
+
+    num_running: int
+    num_held: int
+    num_waiting: int
+    num_free_blocks: int
+    num_tokens_held: int
+
+
+class Recorder(Protocol):
+    """Called on the step thread, so every call must be cheap; a recorder never raises into the engine."""
+
+    def step(self, plan: StepPlan, result: StepResult, pool: PoolState) -> None:
+        """`plan` was executed (result.token_ids row by row) and committed."""
+        ...
+
+    def finished(self, seq: Sequence, now: int) -> None:
+        """`seq` ended: delivered in full, or aborted."""
+        ...
+
+    def rejected(self, request: Request, error: RequestError, now: int) -> None:
+        """`request` was refused when it was added."""
+        ...
+
+
+class NullRecorder:
+    """Keeps nothing."""
+
+    def step(self, plan: StepPlan, result: StepResult, pool: PoolState) -> None: ...
+
+    def finished(self, seq: Sequence, now: int) -> None: ...
+
+    def rejected(self, request: Request, error: RequestError, now: int) -> None: ...

@@ -1,0 +1,1 @@
+"""What a step yields and how long it takes: nothing real (null), or a model run by torch."""

@@ -1,0 +1,1 @@
+"""Models and their tokenizers: what turns text into token ids, and where the default checkpoint comes from."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: columns while it runs, a directory of tables, spans made from them afterwards."""

@@ -1,0 +1,1 @@
+"""Built-in admission policies: whether a waiting sequence may enter now."""

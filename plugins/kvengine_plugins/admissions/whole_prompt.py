@@ -1,0 +1,22 @@
+"""Admit only where the whole known context has room, blocks promised to prefills in progress subtracted.
+
+Admitting when only the next chunk fits makes prefills evict each other (vLLM issue 25538).
+"""
+
+from __future__ import annotations
+
+from kvengine.core.reasons import Reason, Refusal
+from kvengine.core.sequence import Sequence
+from kvengine.policies import SchedulingView
+
+
+class WholePromptAdmission:
+    """Optimistic about what a sequence will generate, exact about what it already has."""
+
+    def refuses(self, seq: Sequence, view: SchedulingView) -> Refusal | None:
+        needed = view.blocks_needed(seq, seq.num_tokens)
+        promised = view.num_promised_blocks
+        if needed + promised > view.num_free_blocks:
+            detail = f"{needed} needed, {view.num_free_blocks} free, {promised} of them promised"
+            return Refusal(Reason.NO_BLOCKS, detail)
+        return None

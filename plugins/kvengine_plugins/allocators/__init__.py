@@ -1,0 +1,1 @@
+"""Built-in allocators: which slots a sequence owns."""

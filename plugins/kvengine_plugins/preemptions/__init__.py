@@ -1,0 +1,1 @@
+"""Built-in preemption mechanisms: how a victim leaves and comes back."""

@@ -1,0 +1,1 @@
+"""Built-in queues: the order of the waiting."""

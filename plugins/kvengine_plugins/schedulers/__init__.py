@@ -1,0 +1,1 @@
+"""Built-in schedulers: who runs a step, and for how many tokens."""

@@ -1,0 +1,26 @@
+"""Continuous batching, prefill first: whoever fits enters at once, and decodes wait for prefills.
+
+Source: iteration-level scheduling of Orca (Yu et al., OSDI 2022, section 4.1), with whole prompts in steps of
+their own as vLLM's first scheduler had it.
+"""
+
+from __future__ import annotations
+
+from kvengine.policies import SchedulingView
+
+
+class ContinuousScheduler:
+    """A step is either the prefill of all that may enter, or one token for everybody who runs."""
+
+    chunks = False
+    holds_finished = False
+    delivers_at_batch_end = False
+
+    def schedule(self, view: SchedulingView) -> None:
+        admitted = 0
+        while len(view.waiting) and view.admit(view.waiting.peek()):
+            admitted += 1
+        if admitted:
+            return
+        for seq in view.running:
+            view.schedule(seq, max_tokens=1)

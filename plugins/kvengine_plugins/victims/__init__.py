@@ -1,0 +1,1 @@
+"""Built-in victim policies: whom to preempt."""
