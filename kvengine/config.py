@@ -23,6 +23,8 @@ def from_mapping(cls: type, values: Mapping[str, Any], key: str) -> Any:
     Raises ConfigError with the full key for an unknown name (and the nearest known one), a missing value, a
     value of the wrong type, and for whatever the dataclass itself refuses in `__post_init__`.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(key, values, "must be a group of settings")
     hints = typing.get_type_hints(cls)
     known = {field.name for field in fields(cls)}
     for name, value in values.items():
@@ -51,13 +53,14 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             raise ConfigError(key, value, f"must be a list, like '{key}=[...]'")
         return tuple(_convert(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, Mapping):
-            raise ConfigError(key, value, "must be a group of settings")
         return from_mapping(kind, value, key)
     return _convert_scalar(kind, value, key)
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+_BOOLEANS = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off": False}
+"""What users write for true and false besides YAML's own."""
 
 
 def _convert_scalar(kind: type, value: Any, key: str) -> Any:
@@ -67,6 +70,8 @@ def _convert_scalar(kind: type, value: Any, key: str) -> Any:
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    if kind is bool and str(value).lower() in _BOOLEANS:
+        return _BOOLEANS[str(value).lower()]
     if type(value) is kind:
         return value
     raise ConfigError(key, "null" if value is None else value, f"must be {_WORDS.get(kind, kind.__name__)}")

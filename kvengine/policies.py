@@ -57,7 +57,7 @@ class Build:
     model: Model | None = None
     limits: EngineLimits | None = None
     kv: KvShape | None = None
-    attention: Any = None
+    attention: Attention | None = None
 
 
 class Tokenizer(Protocol):
@@ -267,6 +267,17 @@ class Preemption(Protocol):
     """How a victim leaves."""
 
     def mechanism(self, victim: Sequence) -> Mechanism: ...
+
+
+class Attention(Protocol):
+    """How attention over the cache is computed.
+
+    `backend()` imports and returns an object (or module) with `plan(metadata)`, called once per step, and
+    `run(plan, q, k_cache, v_cache, *, scale, sliding_window, softcap, sinks)`, called once per layer; the
+    reference is kvengine_kernels.reference, whose results every backend must reach.
+    """
+
+    def backend(self) -> Any: ...
 
 
 class Executor(Protocol):

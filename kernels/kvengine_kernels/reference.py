@@ -44,7 +44,7 @@ def run(
     meta = plan.meta
     out = torch.zeros_like(q)
     for row, (length, queries) in enumerate(zip(meta.seq_lens, meta.query_lens, strict=True)):
-        window = length + queries if sliding_window is None else sliding_window
+        window = max(1, length) if sliding_window is None else sliding_window
         # Blocks that no query sees any more may hold anything, so they are not even read.
         first = max(0, length - queries - window + 1)
         slots = _row_slots(meta, row)[first:]

@@ -41,6 +41,8 @@ class Request:
     arrival_ns: int = 0
     known_output_tokens: int | None = None
     prompt: str | None = None
+    ordinal: int = 0
+    """Its place in the workload, from 0; the driver sets it."""
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -53,7 +55,8 @@ class Request:
         """Whether end-of-sequence tokens are ordinary tokens for this request."""
         return self.sampling.ignore_eos or self.known_output_tokens is not None
 
-    def pair_key(self, ordinal: int) -> str:
+    @property
+    def pair_key(self) -> str:
         """A key equal for the same work in two runs: a digest of prompt, sampling and place in the workload."""
-        work = repr((ordinal, self.prompt_token_ids, self.sampling, self.known_output_tokens))
+        work = repr((self.ordinal, self.prompt_token_ids, self.sampling, self.known_output_tokens))
         return hashlib.blake2b(work.encode(), digest_size=8).hexdigest()

@@ -65,6 +65,10 @@ class Engine:
         """Accepted requests that are unfinished."""
         return len(self._live)
 
+    def live_sequences(self) -> list[Sequence]:
+        """All sequences that are not delivered yet, in order of arrival."""
+        return sorted((seq for group in self._live.values() for seq in group), key=lambda seq: seq.order)
+
     def step(self) -> list[RequestOutput] | Idle:
         """Advance every scheduled sequence by one forward pass."""
         plan = self.context.plan(self.clock.now())
@@ -74,9 +78,10 @@ class Engine:
             return Idle(plan.wake_at)
         result = self._execute(plan)
         self.clock.advance(result.duration_ns)
-        outputs = commit(self.context, plan, result, self.clock.now())
-        self.recorder.step(plan, result, self._pool_state())
-        self._forget_finished(outputs)
+        end = self.clock.now()
+        outputs = commit(self.context, plan, result, end)
+        self.recorder.step(plan, result, self._pool_state(), end)
+        self._forget_finished(outputs, end)
         return outputs
 
     def stalled(self) -> EngineStalledError:
@@ -129,11 +134,11 @@ class Engine:
             seq.times.finished_ns = self.clock.now()
             self.recorder.finished(seq, self.clock.now())
 
-    def _forget_finished(self, outputs: list[RequestOutput]) -> None:
+    def _forget_finished(self, outputs: list[RequestOutput], now: int) -> None:
         for output in outputs:
             if output.finish_reason is None:
                 continue
-            self.recorder.finished(output.sequence, self.clock.now())
+            self.recorder.finished(output.sequence, now)
             siblings = self._live.get(output.request_id)
             if siblings is not None:
                 siblings.discard(output.sequence)

@@ -23,8 +23,8 @@ class PoolState(NamedTuple):
 class Recorder(Protocol):
     """Called on the step thread, so every call must be cheap; a recorder never raises into the engine."""
 
-    def step(self, plan: StepPlan, result: StepResult, pool: PoolState) -> None:
-        """`plan` was executed (result.token_ids row by row) and committed."""
+    def step(self, plan: StepPlan, result: StepResult, pool: PoolState, end_ns: int) -> None:
+        """`plan` was executed (result.token_ids row by row) and committed at `end_ns`."""
         ...
 
     def finished(self, seq: Sequence, now: int) -> None:
@@ -39,7 +39,7 @@ class Recorder(Protocol):
 class NullRecorder:
     """Keeps nothing."""
 
-    def step(self, plan: StepPlan, result: StepResult, pool: PoolState) -> None: ...
+    def step(self, plan: StepPlan, result: StepResult, pool: PoolState, end_ns: int) -> None: ...
 
     def finished(self, seq: Sequence, now: int) -> None: ...
 

@@ -1,1 +1,1 @@
-"""Models and their tokenizers: what turns text into token ids, and where the default checkpoint comes from."""
+"""Models and tokenizers: how text becomes token ids, and where the default checkpoint comes from."""

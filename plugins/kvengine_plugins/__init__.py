@@ -8,12 +8,16 @@ from kvengine.hookspecs import hookimpl
 from kvengine_plugins.admissions.whole_prompt import WholePromptAdmission
 from kvengine_plugins.allocators.contiguous_max import ContiguousMaxAllocator
 from kvengine_plugins.allocators.paged import PagedAllocator
+from kvengine_plugins.attention import register_attention
+from kvengine_plugins.executors import register_executors
+from kvengine_plugins.models import register_models
 from kvengine_plugins.preemptions.recompute import RecomputePreemption
 from kvengine_plugins.queues.fcfs import FcfsQueue
 from kvengine_plugins.schedulers.chunked import ChunkedScheduler
 from kvengine_plugins.schedulers.continuous import ContinuousScheduler
 from kvengine_plugins.schedulers.static import StaticConfig, StaticScheduler
 from kvengine_plugins.victims.latest_arrival import LatestArrivalVictim
+from kvengine_plugins.workloads import register_workloads
 
 if TYPE_CHECKING:
     from kvengine.registry import Registry
@@ -25,6 +29,10 @@ KVENGINE_API = 1
 def kvengine_register(registry: Registry) -> None:
     """Register every built-in; nothing here imports torch."""
     _register_scheduling(registry)
+    register_attention(registry)
+    register_executors(registry)
+    register_models(registry)
+    register_workloads(registry)
 
 
 def _register_scheduling(registry: Registry) -> None:

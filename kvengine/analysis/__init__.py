@@ -1,0 +1,1 @@
+"""From recorded tables to figures: summaries, and what bound a run."""

@@ -1,0 +1,41 @@
+"""One line that says what bound a run, from the reasons it recorded, and the setting to try."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pyarrow as pa
+
+from kvengine.core.decision import Action
+from kvengine.core.reasons import Reason
+
+ADVICE = {
+    Reason.MAX_NUM_SEQS: "all seats were taken; try a higher max_num_seqs if P99 latency allows",
+    Reason.NO_BLOCKS: "KV memory was short; try a larger kv_memory_bytes, kv=fp8, or allocator=paged",
+    Reason.FRAGMENTED: "free KV memory lay in pieces too small; try allocator=paged",
+    Reason.NO_TOKEN_BUDGET: "the token budget of a step was spent; try a higher max_num_batched_tokens",
+    Reason.AFTER_PREEMPTION: "KV memory ran out while running; try a lower max_num_seqs or a larger pool",
+    Reason.BATCH_FORMING: "static batches were being collected; try scheduler=continuous",
+    Reason.BATCH_DRAINING: "requests waited for a static batch to end; try scheduler=continuous",
+}
+
+
+NEGLIGIBLE = 0.05
+"""A reason that held in a smaller share of steps did not bind."""
+
+
+def bound_line(tables: dict[str, pa.Table]) -> str:
+    """The reason that kept requests waiting in most steps, as a sentence."""
+    num_steps = len(tables["steps"])
+    steps_by_reason: Counter[str] = Counter()
+    decisions = tables["decisions"]
+    actions, reasons = (decisions[name].cast(pa.string()).to_pylist() for name in ("action", "reason"))
+    first, last = decisions["first_step"].to_pylist(), decisions["last_step"].to_pylist()
+    for action, reason, begin, end in zip(actions, reasons, first, last, strict=True):
+        if action in (Action.REFUSE, Action.STOP):
+            steps_by_reason[reason] += end - begin + 1
+    reason, steps = steps_by_reason.most_common(1)[0] if steps_by_reason else ("", 0)
+    share = min(steps / num_steps, 1.0) if num_steps else 0.0
+    if share < NEGLIGIBLE:
+        return "Bound by: the model and the arrivals alone; no limit kept requests waiting."
+    return f"Bound by: {reason} in {share:.0%} of steps: {ADVICE[Reason(reason)]}."

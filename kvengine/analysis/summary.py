@@ -1,0 +1,137 @@
+"""The figures of a run, computed from its recorded tables and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """What the figures are shares of."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+
+def summarize(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
+    """All headline figures as plain numbers; None where nothing was measured.
+
+    Times are in ms, durations in s, shares between 0 and 1. Latency percentiles are over sequences (ITL over
+    gaps between tokens), linear interpolation. TTFT and queue time end at delivery and admission; TPOT and ITL
+    are between the steps that computed the tokens. Means over steps are weighted by the steps' durations.
+    """
+    steps, requests = tables["steps"], tables["requests"]
+    status = requests["status"].cast(pa.string()).to_pylist()
+    served = requests.filter(pc.is_in(requests["status"].cast(pa.string()), pa.array(["finished", "unfinished", "aborted"])))
+    output_tokens = _sum(served, "num_output_tokens")
+    duration_s = _duration_s(steps, served)
+    arrival = _array(served, "arrival_ns")
+    tpot, itl = _token_gaps_ms(tables["tokens"], steps)
+    return {
+        "num_requests": len(set(served["request_id"].to_pylist())),
+        "num_finished": status.count("finished"),
+        "num_unfinished": status.count("unfinished") + status.count("aborted"),
+        "num_rejected": status.count("rejected"),
+        "prompt_tokens": _sum(served, "num_prompt_tokens"),
+        "output_tokens": output_tokens,
+        "duration_s": duration_s,
+        "output_tokens_per_s": output_tokens / duration_s if duration_s else None,
+        "ttft_ms": _percentiles(_gap_ms(served, "first_token_ns", arrival)),
+        "tpot_ms": _percentiles(tpot),
+        "itl_ms": _percentiles(itl),
+        "queue_ms": _percentiles(_gap_ms(served, "admitted_ns", arrival)),
+        **_memory(steps, pool),
+        **_work(steps, pool),
+    }
+
+
+def _array(table: pa.Table, name: str) -> np.ndarray:
+    """A column as float64, null as NaN; times in ns stay exact up to 2**53 (104 days)."""
+    return table[name].cast(pa.float64()).to_numpy(zero_copy_only=False)
+
+
+def _sum(table: pa.Table, name: str) -> int:
+    return int(pc.sum(table[name]).as_py() or 0)
+
+
+def _percentiles(values: np.ndarray) -> dict[str, float] | None:
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return None
+    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+
+
+def _gap_ms(table: pa.Table, name: str, since: np.ndarray) -> np.ndarray:
+    return (_array(table, name) - since) / 1e6
+
+
+def _duration_s(steps: pa.Table, served: pa.Table) -> float:
+    """From the first arrival to the end of the last step."""
+    if not len(steps):
+        return 0.0
+    begin = pc.min(served["arrival_ns"]).as_py() if len(served) else pc.min(steps["start_ns"]).as_py()
+    return (pc.max(steps["end_ns"]).as_py() - begin) / 1e9
+
+
+def _token_gaps_ms(tokens: pa.Table, steps: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """TPOT per sequence of two tokens and more, and all gaps between neighbouring tokens, in ms."""
+    step_numbers, ends = _array(steps, "step"), _array(steps, "end_ns")
+    moments: dict[tuple[str, int], list[np.ndarray]] = {}
+    rows = zip(*(tokens[name].to_pylist() for name in tokens.column_names), strict=True)
+    for request_id, choice, first_step, count in rows:
+        at = int(np.searchsorted(step_numbers, first_step))
+        moments.setdefault((request_id, choice), []).append(ends[at : at + count])
+    gaps = [np.diff(np.concatenate(runs)) / 1e6 for runs in moments.values()]
+    gaps = [g for g in gaps if len(g)]
+    if not gaps:
+        return np.empty(0), np.empty(0)
+    return np.array([g.mean() for g in gaps]), np.concatenate(gaps)
+
+
+def _memory(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
+    """Tokens held over the whole pool and over what is reserved."""
+    if not len(steps):
+        return dict.fromkeys(("kv_held_of_pool", "kv_held_of_reserved", "kv_reserved_of_pool"))
+    held = _array(steps, "num_tokens_held")
+    reserved = (pool.num_blocks - _array(steps, "num_free_blocks")) * pool.block_size
+    size = pool.num_blocks * pool.block_size
+    busy = reserved > 0
+    of_reserved = held[busy] / reserved[busy]
+    weights = _weights(steps)
+    return {
+        "kv_held_of_pool": _mean_and_peak(held / size, weights),
+        "kv_held_of_reserved": _mean_and_peak(of_reserved, weights[busy]) if busy.any() else None,
+        "kv_reserved_of_pool": _mean_and_peak(reserved / size, weights),
+    }
+
+
+def _weights(steps: pa.Table) -> np.ndarray:
+    return np.maximum(_array(steps, "end_ns") - _array(steps, "start_ns"), 1)
+
+
+def _mean_and_peak(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+    return {"mean": float(np.average(values, weights=weights)), "peak": float(values.max())}
+
+
+def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
+    """Counts of steps, preemptions and waste."""
+    rows, idle = _sum(steps, "num_rows"), _sum(steps, "num_idle_rows")
+    occupancy = None
+    if len(steps):
+        occupancy = float(np.average(_array(steps, "num_rows") / pool.max_num_seqs, weights=_weights(steps)))
+    return {
+        "slot_occupancy": occupancy,
+        "num_steps": len(steps),
+        "num_preemptions": _sum(steps, "num_preempted"),
+        "recomputed_tokens": _sum(steps, "num_recomputed_tokens"),
+        "padding_tokens": _sum(steps, "num_padding_tokens"),
+        "idle_row_share": idle / (rows + idle) if rows + idle else None,
+    }

@@ -1,0 +1,88 @@
+"""The tables that a run and a sweep print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_summary(console: Console, summary: dict[str, Any], title: str) -> None:
+    """One run: a figure per line, latencies with their percentiles side by side."""
+    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column("figure")
+    table.add_column("value")
+    for label, value in _lines(summary):
+        table.add_row(label, value)
+    console.print(table)
+
+
+def print_sweep(console: Console, runs: list[tuple[str, dict[str, Any] | None]]) -> None:
+    """All variants of a sweep, one row each; None stands for a run that left no summary."""
+    table = Table(title="All variants", title_justify="left")
+    table.add_column("variant", overflow="fold")
+    for label in _SWEEP_COLUMNS:
+        table.add_column(label, justify="right")
+    for name, summary in runs:
+        cells = [shown(summary) for shown in _SWEEP_COLUMNS.values()] if summary else ["failed"]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    requests = f"{s['num_finished']} finished"
+    requests += "".join(f", {s[f'num_{k}']} {k}" for k in ("rejected", "unfinished") if s[f"num_{k}"])
+    lines = [
+        ("sequences", requests),
+        ("prompt tokens", f"{s['prompt_tokens']:,}"),
+        ("output tokens", f"{s['output_tokens']:,}"),
+        ("duration", f"{s['duration_s']:.2f} s"),
+        ("output throughput", _number(s["output_tokens_per_s"], "{:,.1f} tok/s")),
+        ("TTFT", _latency(s["ttft_ms"])),
+        ("TPOT", _latency(s["tpot_ms"])),
+        ("ITL", _latency(s["itl_ms"])),
+        ("queue time", _latency(s["queue_ms"])),
+        ("KV held / pool", _mean_peak(s["kv_held_of_pool"])),
+        ("KV held / reserved", _mean_peak(s["kv_held_of_reserved"])),
+        ("KV reserved / pool", _mean_peak(s["kv_reserved_of_pool"])),
+        ("slot occupancy", _number(s["slot_occupancy"], "{:.1%} of max_num_seqs")),
+        ("steps", f"{s['num_steps']:,}"),
+        ("preemptions", f"{s['num_preemptions']:,} ({s['recomputed_tokens']:,} tokens recomputed)"),
+    ]
+    if s["idle_row_share"]:
+        lines.append(("finished rows", f"{s['idle_row_share']:.1%} of row-steps computed for nothing"))
+    if s["padding_tokens"]:
+        lines.append(("padding tokens", f"{s['padding_tokens']:,}"))
+    return lines
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _latency(percentiles: dict[str, float] | None) -> str:
+    if percentiles is None:
+        return "-"
+    return "  ".join(f"{name} {value:,.1f}" for name, value in percentiles.items()) + " ms"
+
+
+def _mean_peak(value: dict[str, float] | None) -> str:
+    return "-" if value is None else f"mean {value['mean']:.1%}  peak {value['peak']:.1%}"
+
+
+_SWEEP_COLUMNS = {
+    "tok/s": lambda s: _number(s["output_tokens_per_s"], "{:,.1f}"),
+    "TTFT p50/p99 ms": lambda s: _pair(s["ttft_ms"]),
+    "TPOT p50/p99 ms": lambda s: _pair(s["tpot_ms"]),
+    "KV held/pool": lambda s: _number((s["kv_held_of_pool"] or {}).get("mean"), "{:.1%}"),
+    "KV held/reserved": lambda s: _number((s["kv_held_of_reserved"] or {}).get("mean"), "{:.1%}"),
+    "finished rows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
+    "steps": lambda s: f"{s['num_steps']:,}",
+    "preempt.": lambda s: f"{s['num_preemptions']:,}",
+}
+
+
+def _pair(percentiles: dict[str, float] | None) -> str:
+    return "-" if percentiles is None else f"{percentiles['p50']:,.0f} / {percentiles['p99']:,.0f}"

@@ -1,0 +1,76 @@
+"""The command line: our own subcommands, and everything else as a run or a sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kvengine.core.errors import ConfigError, KvEngineError, ModelError, choices_hint
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command `argv` (default: the process's); the exit code. Never raises for a user's mistake."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if argv and argv[0] in COMMANDS:
+            return COMMANDS[argv[0]](argv[1:])
+        if argv and "=" not in argv[0] and argv[0][0].isalpha():
+            raise ConfigError("command", argv[0], f"no such command; {choices_hint(argv[0], COMMANDS)}")
+        from kvengine.launch import launch
+
+        return launch(argv)
+    except (ConfigError, ModelError) as error:
+        return _say(error, EXIT_USAGE)
+    except KvEngineError as error:
+        return _say(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said to it
+        return EXIT_FAILED
+
+
+def _say(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def _plugins(words: list[str]) -> int:
+    """List every plug-in: kind, name, summary, providing distribution; then the broken packages."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvengine.registry import discover
+
+    if words:
+        raise ConfigError("plugins", " ".join(words), "takes no arguments")
+    registry = discover()
+    table = Table("kind", "name", "summary", "from", box=None, pad_edge=False, header_style="bold")
+    for entry in registry:
+        table.add_row(entry.kind, entry.name, entry.summary, entry.distribution)
+    console = Console()
+    console.print(table)
+    for broken in registry.broken:
+        console.print(f"broken: {broken.name} ({broken.distribution}): {broken.problem}", markup=False)
+    return 0
+
+
+def _pull(words: list[str]) -> int:
+    """Fetch a model ahead of time."""
+    from kvengine.registry import discover
+
+    if len(words) != 1:
+        raise ConfigError("pull", " ".join(words), "name one model, as in: python -m kvengine pull smollm2-135m")
+    name = words[0]
+    registry = discover()
+    entry = registry.get("model", name)
+    model = entry.factory(entry.schema(), None)
+    directory = getattr(model, "directory", None)
+    print(f"{name} needs no files" if directory is None else f"{name} is in {directory}")
+    return 0
+
+
+COMMANDS = {"plugins": _plugins, "pull": _pull}

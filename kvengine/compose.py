@@ -1,0 +1,75 @@
+"""Where the configuration lies, and its composition into plain containers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+CONFIG_NAME = "config"
+CONF_ENTRY_POINT_GROUP = "kvengine.conf"
+
+
+def checkout() -> Path | None:
+    """The root of the checkout that kvengine runs from, None when it is installed from a wheel."""
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "pyproject.toml").is_file() and (root / "conf").is_dir() else None
+
+
+def conf_dir() -> Path:
+    """The folder of YAML files: conf/ in a checkout, kvengine/conf in an installed wheel."""
+    root = checkout()
+    return root / "conf" if root else Path(__file__).resolve().parent / "conf"
+
+
+class ThirdPartyConf(SearchPathPlugin):
+    """Adds the config packages that other distributions name in the entry point group `kvengine.conf`."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for point in importlib.metadata.entry_points(group=CONF_ENTRY_POINT_GROUP):
+            search_path.append(provider=point.name, path=f"pkg://{point.value}")
+
+
+def register_third_party_conf() -> None:
+    """Make Hydra find other packages' choices; safe to call again."""
+    Plugins.instance().register(ThirdPartyConf)
+
+
+@contextmanager
+def composer() -> Iterator[Any]:
+    """A function from a list of overrides to the composed configuration as plain containers."""
+    register_third_party_conf()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        yield lambda overrides: plain(compose(CONFIG_NAME, list(overrides)))
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """OmegaConf ends here: resolved, with missing values an error."""
+    content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+def variants(overrides: list[str]) -> list[list[str]]:
+    """The runs that a sweep over `overrides` consists of (only for the basic sweeper's a,b and choice, range)."""
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    axes = []
+    for word, override in zip(overrides, parsed, strict=True):
+        if override.is_sweep_override() and override.is_discrete_sweep():
+            key = override.get_key_element()
+            axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        elif not override.is_sweep_override():
+            axes.append([word])
+    return [list(combination) for combination in itertools.product(*axes)]

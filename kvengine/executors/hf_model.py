@@ -1,0 +1,117 @@
+"""Any transformers causal LM over a paged cache, through its own attention dispatch.
+
+The model gets a flat batch [1, T_all] without masks or cache of its own; `AttentionInterface` hands every
+layer's q, k, v to `paged_attention_forward`, which writes k, v by slot and attends through the block tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from kvengine.core.errors import ModelError
+from kvengine.executors.input_batch import InputBatch
+from kvengine.policies import KvShape, ModelShape
+from kvengine_kernels.cache import KV_DTYPES, allocate_cache, write_kv
+
+ATTENTION_NAME = "kvengine"
+
+HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "is_causal"}
+)
+"""What layers pass that says nothing about which keys a query may see or how they are weighed."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one forward pass hands to every layer."""
+
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    slot_mapping: torch.Tensor
+    backend: Any
+    plan: Any
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    kvengine_step: _Step,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """q [1, H, T, D], k and v [1, Hkv, T, D] -> ([1, T, H, D], None), as AttentionInterface wants it.
+
+    Raises ModelError for an argument whose meaning is unknown: ignoring it could change the answer.
+    """
+    unknown = [name for name, given in others.items() if name not in HARMLESS_ARGUMENTS and given is not None]
+    if unknown or attention_mask is not None or others.get("is_causal") is False:
+        what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "non-causal attention")
+        raise ModelError(f"{type(module).__name__} passes {what} to attention, which kvengine does not support")
+    k_cache, v_cache = kvengine_step.caches[int(module.layer_idx)]  # type: ignore[arg-type]
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if keys.shape[1:] != k_cache.shape[1:] or values.shape[1:] != v_cache.shape[1:]:
+        raise ModelError(
+            f"{type(module).__name__}: K {tuple(keys.shape[1:])} and V {tuple(values.shape[1:])} per token do not "
+            f"fit a cache of {tuple(k_cache.shape[1:])}"
+        )
+    write_kv(keys, values, k_cache, v_cache, kvengine_step.slot_mapping)
+    out = kvengine_step.backend.run(
+        kvengine_step.plan,
+        query[0].transpose(0, 1),
+        k_cache,
+        v_cache,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+
+
+class HfLogitsModel:
+    """A transformers module and the K and V caches of its layers (one scratch block after the pool)."""
+
+    def __init__(
+        self, module: torch.nn.Module, *, shape: ModelShape, kv: KvShape, backend: Any, device: torch.device
+    ) -> None:
+        self.device = device
+        self._module = module
+        self._backend = backend
+        dtype = KV_DTYPES[kv.dtype]
+        sizes = (kv.num_blocks + 1, kv.block_size, shape.num_kv_heads, shape.head_dim)
+        try:
+            self._caches = [
+                (allocate_cache(*sizes, dtype, device), allocate_cache(*sizes, dtype, device))
+                for _ in range(shape.num_layers)
+            ]
+        except RuntimeError as error:
+            raise ModelError(
+                f"no memory for a KV pool of {kv.num_blocks} blocks; lower engine.kv_memory_bytes or "
+                f"engine.num_blocks ({str(error).splitlines()[0]})"
+            ) from error
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        meta = batch.attention
+        step = _Step(self._caches, meta.slot_mapping, self._backend, self._backend.plan(meta))
+        output = self._module(
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=batch.sample_at,
+            kvengine_step=step,
+        )
+        return output.logits[0].float()

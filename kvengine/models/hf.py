@@ -1,0 +1,133 @@
+"""Models that transformers runs: from a directory or a hub id, checked before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from kvengine.core.errors import ConfigError, ModelError
+from kvengine.models.tokenizer import HfTokenizer, declared_eos_ids
+from kvengine.policies import Build, KvShape, ModelShape, Tokenizer
+
+WINDOWED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""The layer types whose state is the KV of past tokens, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfConfig:
+    """`path`: a directory or a model hub id. `dtype` of weights and activations (auto: the checkpoint's)."""
+
+    path: str | None = None
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+
+
+class HfModel:
+    """Any transformers causal LM whose attention goes through AttentionInterface and keeps no other state."""
+
+    def __init__(self, config: HfConfig) -> None:
+        if not config.path:
+            raise ConfigError("model.path", "null", "give a directory or a model hub id")
+        self.name = config.path
+        self._dtype = config.dtype
+
+    @cached_property
+    def directory(self) -> Path:
+        """Where the checkpoint lies, fetched from the model hub if `path` is no directory; ModelError."""
+        return Path(self.name) if Path(self.name).is_dir() else _fetch(self.name)
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self.directory, local_files_only=True).get_text_config()
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"model.path={self.name}: no readable config.json ({_first_line(error)})") from error
+
+    def shape(self) -> ModelShape:
+        config = self._config
+        refuse_unservable(config, self.name)
+        heads = config.num_attention_heads
+        return ModelShape(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            max_position=config.max_position_embeddings,
+            dtype=self._dtype if self._dtype != "auto" else _dtype_name(config.dtype),
+            eos_token_ids=declared_eos_ids(self.directory),
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        return HfTokenizer(self.directory)
+
+    def load(self, build: Build) -> Any:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        from kvengine.executors.hf_model import ATTENTION_NAME
+
+        logging.disable_progress_bar()  # it counts tensors, in a second
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                self.directory,
+                local_files_only=True,
+                dtype=torch_dtype(self.shape().dtype),
+                attn_implementation=ATTENTION_NAME,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"model.path={self.name}: cannot be loaded ({_first_line(error)})") from error
+
+    def token_source(self, kv: KvShape) -> None:
+        return None
+
+
+def refuse_unservable(config: Any, name: str) -> None:
+    """ModelError for a model whose layers keep a state besides KV, or do not dispatch their attention."""
+    from transformers import AutoModelForCausalLM
+
+    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
+    stateful = kinds - WINDOWED_LAYERS
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if model_class is None:
+        raise ModelError(f"model.path={name}: '{config.model_type}' is not a causal LM that transformers knows")
+    if stateful or getattr(model_class, "_is_stateful", False):
+        which = ", ".join(sorted(stateful)) or config.model_type
+        raise ModelError(
+            f"model.path={name}: its layers keep a state besides KV ({which}), which kvengine cannot batch; "
+            f"take a model with attention layers only"
+        )
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise ModelError(
+            f"model.path={name}: attention of '{config.model_type}' does not go through transformers' "
+            f"AttentionInterface, so kvengine cannot page its KV"
+        )
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype that `fp32`, `bf16` or `fp16` names."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def _dtype_name(dtype: Any) -> str:
+    names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "bfloat16": "bf16", "float16": "fp16"}
+    return names.get(str(dtype), "fp32")
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except Exception as error:  # whatever the network, the hub or the id's syntax trips over
+        raise ModelError(
+            f"model.path={hub_id}: no such directory, and the model hub does not give it ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

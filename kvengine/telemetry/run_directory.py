@@ -1,0 +1,78 @@
+"""The directory that a run leaves behind, written so that a killed run keeps what it had."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from kvengine.telemetry.tables import SCHEMAS
+
+
+class RunDirectory:
+    """`run.json`, one folder of Parquet parts per table, `outputs.jsonl`; spans.jsonl is added at the end.
+
+    The first OSError (a full disk) stops all writing and is kept in `problem`: the run itself goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem: OSError | None = None
+        self._num_parts = dict.fromkeys(SCHEMAS, 0)
+
+    def write_run(self, content: dict[str, Any]) -> None:
+        """Replace run.json as a whole."""
+        text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+        self._attempt(lambda: _replace(self.path / "run.json", text + "\n"))
+
+    def write_part(self, name: str, part: pa.Table) -> None:
+        """Add a closed Parquet file to the table `name`."""
+        target = self.path / name / f"{self._num_parts[name]:05d}.parquet"
+        self._num_parts[name] += 1
+
+        def write() -> None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_suffix(".partial")
+            pq.write_table(part, partial, compression="zstd")
+            os.replace(partial, target)
+
+        self._attempt(write)
+
+    def write_output(self, content: dict[str, Any]) -> None:
+        """Add one finished sequence to outputs.jsonl."""
+        line = json.dumps(content, ensure_ascii=False) + "\n"
+
+        def write() -> None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with open(self.path / "outputs.jsonl", "a", encoding="utf-8") as file:
+                file.write(line)
+
+        self._attempt(write)
+
+    def _attempt(self, write: Any) -> None:
+        if self.problem is not None:
+            return
+        try:
+            write()
+        except OSError as error:
+            self.problem = error
+
+
+def read_tables(path: Path) -> dict[str, pa.Table]:
+    """The tables of a recorded run; a table without parts is empty."""
+    found = {}
+    for name, schema in SCHEMAS.items():
+        parts = [pq.read_table(part, schema=schema) for part in sorted((path / name).glob("*.parquet"))]
+        found[name] = pa.concat_tables([schema.empty_table(), *parts])
+    return found
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

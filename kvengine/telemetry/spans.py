@@ -1,0 +1,229 @@
+"""Spans made from the columns after the run, as OTLP JSON lines by the official file exporter.
+
+One trace per request (root, and a child per phase of each choice) and one engine trace with the sampled
+steps, linked to the requests that were in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from opentelemetry.exporter.otlp.json.file import FileSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from kvengine.telemetry import names
+from kvengine.telemetry.phases import Life, lives
+from kvengine.telemetry.step_sampling import StepSample, sample_steps
+
+MAX_LINKS = 128
+SPANS_PER_LINE = 512
+OPERATION = "text_completion"
+STEP_COLUMNS = (
+    "num_rows", "num_sampled", "num_prefill_tokens", "num_decode_tokens", "num_idle_rows", "num_padding_tokens",
+    "num_preempted", "num_running", "num_waiting", "num_free_blocks", "num_tokens_held",
+)  # fmt: skip
+WINDOW_SUMS = ("num_sampled", "num_prefill_tokens", "num_decode_tokens", "num_preempted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What every span of a run shares. `epoch_unix_ns` is the wall-clock time of the engine's moment zero."""
+
+    run_id: str
+    model: str
+    version: str
+    epoch_unix_ns: int
+    policies: dict[str, str]
+    max_step_spans: int
+    step_span_interval: int
+
+
+def write_spans(path: Path, tables: dict[str, pa.Table], facts: RunFacts) -> dict[str, Any]:
+    """Write spans.jsonl at `path`; how many spans it holds, how many were dropped, and how steps were sampled.
+
+    Raises OSError when the file cannot be written.
+    """
+    maker = _SpanMaker(facts)
+    found = lives(tables)
+    sample = sample_steps(tables["steps"], at_most=facts.max_step_spans, every=facts.step_span_interval)
+    exporter = FileSpanExporter(str(path))
+    written = dropped = 0
+    spans = _all_spans(maker, tables, found, sample)
+    while batch := list(islice(spans, SPANS_PER_LINE)):
+        if exporter.export(batch) is SpanExportResult.SUCCESS:
+            written += len(batch)
+        else:
+            dropped += len(batch)
+    exporter.shutdown()
+    return {"num_spans": written, "num_dropped": dropped, "steps": sample.said}
+
+
+class _SpanMaker:
+    """Makes finished spans with ids that depend on the run and on what the span stands for."""
+
+    def __init__(self, facts: RunFacts) -> None:
+        self.facts = facts
+        self._scope = InstrumentationScope("kvengine", facts.version)
+        policies = {names.POLICY + kind: name for kind, name in facts.policies.items()}
+        self._resource = Resource(
+            {"service.name": "kvengine", "service.version": facts.version, names.RUN_ID: facts.run_id, **policies}
+        )
+
+    def context(self, trace: str, span: str) -> SpanContext:
+        """The ids of `span` in `trace`, both named by what they stand for."""
+        trace_id, span_id = self._digest(16, trace), self._digest(8, trace, span)
+        return SpanContext(trace_id, span_id, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+    def span(
+        self,
+        name: str,
+        context: SpanContext,
+        start_ns: int,
+        end_ns: int,
+        attributes: dict[str, Any],
+        *,
+        parent: SpanContext | None = None,
+        links: Iterable[Link] = (),
+        problem: str | None = None,
+    ) -> ReadableSpan:
+        """A span between two moments of the engine's clock."""
+        return ReadableSpan(
+            name=name,
+            context=context,
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes,
+            links=tuple(links),
+            kind=SpanKind.INTERNAL,
+            status=Status(StatusCode.ERROR, problem) if problem else Status(StatusCode.UNSET),
+            start_time=self.facts.epoch_unix_ns + start_ns,
+            end_time=self.facts.epoch_unix_ns + max(end_ns, start_ns),
+            instrumentation_scope=self._scope,
+        )
+
+    def _digest(self, size: int, *parts: str) -> int:
+        text = "\0".join((self.facts.run_id, *parts))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
+
+
+def _all_spans(
+    maker: _SpanMaker, tables: dict[str, pa.Table], found: dict[tuple[str, int], Life], sample: StepSample
+) -> Iterator[ReadableSpan]:
+    by_request: dict[str, list[Life]] = {}
+    for (request_id, _), life in found.items():
+        by_request.setdefault(request_id, []).append(life)
+    for request_id, group in by_request.items():
+        yield from _request_spans(maker, request_id, group)
+    for row in tables["requests"].to_pylist():
+        if row["status"] == "rejected":
+            yield _rejected_span(maker, row)
+    if len(tables["steps"]):
+        yield from _engine_spans(maker, tables["steps"], found, sample)
+
+
+def _request_spans(maker: _SpanMaker, request_id: str, group: list[Life]) -> Iterator[ReadableSpan]:
+    """A root over all choices, and each choice's phases under it."""
+    root = maker.context(request_id, "request")
+    first = group[0].request
+    rows = [life.request for life in group]
+    failed = {row["status"] for row in rows} - {"finished"}
+    yield maker.span(
+        f"{OPERATION} {maker.facts.model}",
+        root,
+        first["arrival_ns"],
+        max(life.phases[-1][2] for life in group),
+        {
+            names.OPERATION_NAME: OPERATION,
+            names.PROVIDER_NAME: "kvengine",
+            names.REQUEST_MODEL: maker.facts.model,
+            names.USAGE_INPUT_TOKENS: first["num_prompt_tokens"],
+            names.USAGE_OUTPUT_TOKENS: sum(row["num_output_tokens"] for row in rows),
+            names.RESPONSE_FINISH_REASONS: [row["finish_reason"] or "none" for row in rows],
+            names.REQUEST_ID: request_id,
+            names.PAIR_KEY: first["pair_key"],
+            names.NUM_PREEMPTIONS: sum(row["num_preemptions"] for row in rows),
+            names.NUM_RECOMPUTED_TOKENS: sum(row["num_recomputed_tokens"] for row in rows),
+            **({names.ERROR_TYPE: sorted(failed)[0]} if failed else {}),
+        },
+        problem=f"request is {', '.join(sorted(failed))}" if failed else None,
+    )
+    for life in group:
+        choice = life.request["choice"]
+        for i, (phase, start, end) in enumerate(life.phases):
+            context = maker.context(request_id, f"{choice}/{i}/{phase}")
+            yield maker.span(phase, context, start, end, {names.CHOICE: choice}, parent=root)
+
+
+def _rejected_span(maker: _SpanMaker, row: dict[str, Any]) -> ReadableSpan:
+    attributes = {
+        names.OPERATION_NAME: OPERATION,
+        names.PROVIDER_NAME: "kvengine",
+        names.REQUEST_MODEL: maker.facts.model,
+        names.USAGE_INPUT_TOKENS: row["num_prompt_tokens"],
+        names.REQUEST_ID: row["request_id"],
+        names.PAIR_KEY: row["pair_key"],
+        names.ERROR_TYPE: "rejected",
+    }
+    context = maker.context(row["request_id"], f"rejected/{row['pair_key']}")
+    moment = row["arrival_ns"]
+    name = f"{OPERATION} {maker.facts.model}"
+    return maker.span(name, context, moment, moment, attributes, problem=row["problem"])
+
+
+def _engine_spans(
+    maker: _SpanMaker, steps: pa.Table, found: dict[tuple[str, int], Life], sample: StepSample
+) -> Iterator[ReadableSpan]:
+    start, end = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
+    root = maker.context("engine", "engine.run")
+    about = {names.NUM_STEPS: len(steps), names.SAMPLING: sample.said, names.RUN_ID: maker.facts.run_id}
+    yield maker.span("engine.run", root, int(start[0]), int(end[-1]), about)
+    links = _links(maker, steps["step"].to_numpy(), found, sample)
+    for index, reason in sample.chosen.items():
+        row = steps.slice(index, 1).to_pylist()[0]
+        attributes = {names.STEP + name: row[name] for name in ("step", *STEP_COLUMNS)}
+        attributes[names.STEP_SAMPLED_FOR] = reason
+        linked = links.get(index, [])
+        if len(linked) > MAX_LINKS:
+            attributes[names.STEP + "num_links_left_out"] = len(linked) - MAX_LINKS
+        yield maker.span(
+            "engine.step",
+            maker.context("engine", f"step {row['step']}"),
+            row["start_ns"],
+            row["end_ns"],
+            attributes,
+            parent=root,
+            links=[Link(context) for context in linked[:MAX_LINKS]],
+        )
+    for first, last in sample.windows:
+        inside = steps.slice(first, last - first + 1)
+        attributes = {names.STEP + name: int(inside[name].to_numpy().sum()) for name in WINDOW_SUMS}
+        attributes[names.NUM_STEPS] = last - first + 1
+        context = maker.context("engine", f"window {first}")
+        yield maker.span("engine.window", context, int(start[first]), int(end[last]), attributes, parent=root)
+
+
+def _links(
+    maker: _SpanMaker, numbers: np.ndarray, found: dict[tuple[str, int], Life], sample: StepSample
+) -> dict[int, list[SpanContext]]:
+    """For every sampled step, the root spans of the requests that were in it."""
+    sampled = np.fromiter(sample.chosen, dtype=np.int64)
+    sampled_numbers = numbers[sampled]
+    links: dict[int, dict[str, SpanContext]] = {}
+    for (request_id, _), life in found.items():
+        context = maker.context(request_id, "request")
+        for first, last in life.steps:
+            begin, stop = np.searchsorted(sampled_numbers, [first, last + 1])
+            for index in sampled[begin:stop].tolist():
+                links.setdefault(index, {})[request_id] = context
+    return {index: list(contexts.values()) for index, contexts in links.items()}

@@ -1,0 +1,85 @@
+"""The columns of a recorded run: what each table holds, in which unit."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+I32, I64, STR = pa.int32(), pa.int64(), pa.string()
+WORD = pa.dictionary(pa.int32(), pa.string())
+
+STEPS = pa.schema(
+    [
+        ("step", I64),
+        ("start_ns", I64),
+        ("end_ns", I64),
+        ("num_rows", I32),
+        ("num_sampled", I32),
+        ("num_prefill_tokens", I32),
+        ("num_decode_tokens", I32),
+        ("num_idle_rows", I32),
+        ("num_padding_tokens", I32),
+        ("num_recomputed_tokens", I32),
+        ("num_admitted", I32),
+        ("num_preempted", I32),
+        ("num_running", I32),
+        ("num_held", I32),
+        ("num_waiting", I32),
+        ("num_free_blocks", I32),
+        ("num_tokens_held", I64),
+    ]
+)
+"""One row per executed step. Counts of running, held, waiting, blocks and tokens held are after its commit;
+`num_tokens_held` counts KV slots that hold a computed token."""
+
+REQUESTS = pa.schema(
+    [
+        ("request_id", STR),
+        ("choice", I32),
+        ("pair_key", STR),
+        ("status", WORD),
+        ("finish_reason", WORD),
+        ("problem", STR),
+        ("num_prompt_tokens", I32),
+        ("num_output_tokens", I32),
+        ("arrival_ns", I64),
+        ("admitted_ns", I64),
+        ("first_token_ns", I64),
+        ("last_token_ns", I64),
+        ("finished_ns", I64),
+        ("num_preemptions", I32),
+        ("num_recomputed_tokens", I32),
+    ]
+)
+"""One row per sequence that ended, and one per rejected request. `status`: finished, aborted, unfinished or
+rejected. Times are of delivery; null where it did not happen."""
+
+TOKENS = pa.schema([("request_id", STR), ("choice", I32), ("first_step", I64), ("num_steps", I32)])
+"""One row per run of consecutive steps that gave a sequence one token each; a token's time is its step's end."""
+
+DECISIONS = pa.schema(
+    [
+        ("first_step", I64),
+        ("last_step", I64),
+        ("time_ns", I64),
+        ("request_id", STR),
+        ("choice", I32),
+        ("action", WORD),
+        ("reason", WORD),
+        ("detail", STR),
+        ("num_blocks", I32),
+        ("num_tokens", I32),
+        ("num_free_before", I32),
+    ]
+)
+"""One row per admission, resumption, preemption and abort, and per run of consecutive steps with the same
+refusal. `request_id` is null where the reason holds for all waiting; core.decision explains the numbers."""
+
+SCHEMAS = {"steps": STEPS, "requests": REQUESTS, "tokens": TOKENS, "decisions": DECISIONS}
+
+
+def columns(name: str, rows: list[tuple]) -> pa.Table:
+    """Rows of table `name` as columns."""
+    schema = SCHEMAS[name]
+    values = list(zip(*rows, strict=True)) or [() for _ in schema]
+    arrays = [pa.array(column, type=field.type) for column, field in zip(values, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)

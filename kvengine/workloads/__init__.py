@@ -1,0 +1,1 @@
+"""Where requests come from: arrival times, lengths, and the packaged demo prompts."""
