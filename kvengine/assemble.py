@@ -14,6 +14,8 @@ from kvengine.engine.context import SchedulingContext
 from kvengine.engine.engine import Engine
 from kvengine.engine.intake import Intake
 from kvengine.engine.recording import Recorder
+from kvengine.executors.config import TorchConfig
+from kvengine.executors.device_memory import check_host_memory, gpu_kv_bytes, uses_gpu
 from kvengine.kv.sizing import KvConfig, kv_shape
 from kvengine.policies import Build, KvShape, Model, ModelShape, Workload
 from kvengine.registry import KINDS, Entry, Registry
@@ -75,7 +77,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     model = make(chosen["model"], build)
     shape = model.shape()
     check_model_len(engine_config, model.name, shape)
-    kv = kv_shape(from_mapping(KvConfig, config.get("kv", {}), "kv"), engine_config, shape)
+    kv = _pool(config, engine_config, model, chosen["executor"])
     build = replace(build, model=model, kv=kv)
     limits, parts = build_policies(registry, config, engine_config, kv)
     build = replace(build, limits=limits)
@@ -91,6 +93,24 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
         build=build,
         executor=chosen["executor"],
+    )
+
+
+def _pool(
+    config: Mapping[str, Any], engine: EngineConfig, model: Model, executor: tuple[Entry, Any]
+) -> KvShape:
+    """The KV pool, from the user's size or from what the executor's device has; ConfigError."""
+    shape, options = model.shape(), executor[1]
+    kv_config = from_mapping(KvConfig, config.get("kv", {}), "kv")
+    if not isinstance(options, TorchConfig):
+        return kv_shape(kv_config, engine, shape)
+    if not uses_gpu(options):
+        kv = kv_shape(kv_config, engine, shape)
+        check_host_memory(kv, shape)
+        return kv
+    sized = engine.num_blocks is not None or engine.kv_memory_bytes is not None
+    return kv_shape(
+        kv_config, engine, shape, None if sized else gpu_kv_bytes(model, engine.gpu_memory_utilization)
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+import kvengine
 from kvengine.core.errors import ConfigError, KvEngineError, ModelError, choices_hint
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -14,6 +15,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command `argv` (default: the process's); the exit code. Never raises for a user's mistake."""
     argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv == ["--version"]:
+            print(f"kvengine {kvengine.__version__}")
+            return 0
         if argv and argv[0] in COMMANDS:
             return COMMANDS[argv[0]](argv[1:])
         if argv and "=" not in argv[0] and argv[0][0].isalpha():
@@ -40,9 +44,9 @@ def _say(error: Exception, code: int) -> int:
 
 def _plugins(words: list[str]) -> int:
     """List every plug-in: kind, name, summary, providing distribution; then the broken packages."""
-    from rich.console import Console
     from rich.table import Table
 
+    from kvengine.analysis.table import stdout
     from kvengine.registry import discover
 
     if words:
@@ -51,7 +55,7 @@ def _plugins(words: list[str]) -> int:
     table = Table("kind", "name", "summary", "from", box=None, pad_edge=False, header_style="bold")
     for entry in registry:
         table.add_row(entry.kind, entry.name, entry.summary, entry.distribution)
-    console = Console()
+    console = stdout()
     console.print(table)
     for broken in registry.broken:
         console.print(f"broken: {broken.name} ({broken.distribution}): {broken.problem}", markup=False)
@@ -63,7 +67,9 @@ def _pull(words: list[str]) -> int:
     from kvengine.registry import discover
 
     if len(words) != 1:
-        raise ConfigError("pull", " ".join(words), "name one model, as in: python -m kvengine pull smollm2-135m")
+        raise ConfigError(
+            "pull", " ".join(words), "name one model, as in: python -m kvengine pull smollm2-135m"
+        )
     name = words[0]
     registry = discover()
     entry = registry.get("model", name)

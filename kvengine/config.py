@@ -30,15 +30,18 @@ def from_mapping(cls: type, values: Mapping[str, Any], key: str) -> Any:
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{key}.{name}", value, f"no such setting; {choices_hint(name, known)}")
-    built = {name: _convert(hints[name], value, f"{key}.{name}") for name, value in values.items()}
+    defaults = {field.name: field.default for field in fields(cls)}
+    built = {
+        name: _convert(hints[name], value, f"{key}.{name}", defaults[name]) for name, value in values.items()
+    }
     try:
         return cls(**built)
     except TypeError as error:
         raise ConfigError(key, dict(values), str(error)) from error
 
 
-def _convert(kind: Any, value: Any, key: str) -> Any:
-    """`value` as a `kind`, or ConfigError."""
+def _convert(kind: Any, value: Any, key: str, default: Any = None) -> Any:
+    """`value` as a `kind`, or ConfigError; a nested group fills up from `default`, if that is one."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
@@ -53,7 +56,12 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             raise ConfigError(key, value, f"must be a list, like '{key}=[...]'")
         return tuple(_convert(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if is_dataclass(kind) and isinstance(kind, type):
-        return from_mapping(kind, value, key)
+        base = (
+            {field.name: getattr(default, field.name) for field in fields(default)}
+            if is_dataclass(default)
+            else {}
+        )
+        return from_mapping(kind, {**base, **value} if isinstance(value, Mapping) else value, key)
     return _convert_scalar(kind, value, key)
 
 
@@ -63,7 +71,7 @@ _BOOLEANS = {"1": True, "yes": True, "on": True, "0": False, "no": False, "off":
 """What users write for true and false besides YAML's own."""
 
 
-def _convert_scalar(kind: type, value: Any, key: str) -> Any:
+def _convert_scalar(kind: Any, value: Any, key: str) -> Any:
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if math.isnan(value):
             raise ConfigError(key, value, "must be a number")

@@ -24,7 +24,14 @@ LIMITS = {
 }
 """Limits under the names users know from other engines, and where they stand in the configuration."""
 
-_CHUNKING = {"true": "chunked", "1": "chunked", "yes": "chunked", "false": "continuous", "0": "continuous", "no": "continuous"}
+_CHUNKING = {
+    "true": "chunked",
+    "1": "chunked",
+    "yes": "chunked",
+    "false": "continuous",
+    "0": "continuous",
+    "no": "continuous",
+}
 
 
 def expand(words: Iterable[str]) -> list[str]:
@@ -60,7 +67,9 @@ def explain(error: Exception, words: list[str], known_keys: Iterable[str]) -> Co
     """Hydra's or OmegaConf's `error` over the overrides `words` as one line with key, value and nearest key."""
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        return ConfigError(key, value, f"cannot be read; quote values with special characters: '{key}=\"{value}\"'")
+        return ConfigError(
+            key, value, f"cannot be read; quote values with special characters: '{key}=\"{value}\"'"
+        )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         key = group or "configuration"
@@ -68,11 +77,16 @@ def explain(error: Exception, words: list[str], known_keys: Iterable[str]) -> Co
     if isinstance(error, MissingMandatoryValue):
         return ConfigError(error.full_key or "?", "???", "must be given")
     text = " ".join(str(error).split())
-    found = re.search(r"(?:override|argument|append|delete) '(?:config\.)?([^'=]+)", text)
+    found = re.search(r"(?:override|argument|append|delete|specify) '(?:config\.)?([^'=]+)", text)
     key = found[1].lstrip("+~") if found else ""
     value = next((word.partition("=")[2] for word in words if key_of(word) == key), "")
     if "Ambiguous value" in text:
-        return ConfigError(key, value, f"several values need -m (a sweep); a list is written '{key}=[{value}]'")
+        return ConfigError(
+            key, value, f"several values need -m (a sweep); a list is written '{key}=[{value}]'"
+        )
+    if "You must specify" in text:
+        options = text.partition("Available options:")[2].split()
+        return ConfigError(key, value, f"must be given; {choices_hint('', options)}")
     if key:
         return ConfigError(key, value, f"no such setting{_hint(key, known_keys)}")
     return ConfigError("configuration", " ".join(words), text)
@@ -83,7 +97,9 @@ def _hint(key: str, known_keys: Iterable[str]) -> str:
     known = list(known_keys)
     group, dot, _ = key.rpartition(".")
     if group in known:
-        siblings = [name for name in known if name.startswith(group + dot) and "." not in name[len(group) + 1 :]]
+        siblings = [
+            name for name in known if name.startswith(group + dot) and "." not in name[len(group) + 1 :]
+        ]
         return f"; {choices_hint(key, siblings)}"
     meant = nearest(key, known)
     return f"; did you mean '{meant}'?" if meant else ""

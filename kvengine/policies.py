@@ -82,14 +82,17 @@ class Tokenizer(Protocol):
 class Model(Protocol):
     """A model by name: its shape without loading it, its tokenizer, and how an executor gets it.
 
-    `load(attention, kv, limits)` imports torch and returns a `kvengine.executors.torch.LogitsModel`;
-    `token_source(kv)` returns a `kvengine.executors.null.TokenSource`, or None when the model has no exact
-    stand-in. Both may raise ModelError.
+    `load(build)` imports torch and returns a transformers module whose attention is dispatched to
+    `kvengine.executors.hf_model`; `token_source(kv)` returns a `kvengine.executors.null.TokenSource`, or None
+    when the model has no exact stand-in. `weight_bytes()` is what the weights take in memory. All but `name`
+    and `shape` may read or fetch files. All may raise ModelError.
     """
 
     name: str
 
     def shape(self) -> ModelShape: ...
+
+    def weight_bytes(self) -> int: ...
 
     def tokenizer(self) -> Tokenizer: ...
 

@@ -71,7 +71,9 @@ class Registry:
         entry = Entry(kind, name, factory, schema, summary, self.distribution)
         taken = self._entries.get((kind, name))
         if taken is not None:
-            raise ValueError(f"{kind} '{name}' is registered by {taken.distribution} and {entry.distribution}")
+            raise ValueError(
+                f"{kind} '{name}' is registered by {taken.distribution} and {entry.distribution}"
+            )
         self._entries[kind, name] = entry
 
     def absorb(self, other: Registry) -> None:
@@ -79,7 +81,9 @@ class Registry:
         for (kind, name), entry in other._entries.items():
             taken = self._entries.get((kind, name))
             if taken is not None:
-                raise ValueError(f"{kind} '{name}' is registered by {taken.distribution} and {entry.distribution}")
+                raise ValueError(
+                    f"{kind} '{name}' is registered by {taken.distribution} and {entry.distribution}"
+                )
         self._entries.update(other._entries)
 
     def get(self, kind: str, name: str) -> Entry:

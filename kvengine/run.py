@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,19 +11,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 import kvengine
 from kvengine.analysis.bound import bound_line
 from kvengine.analysis.summary import PoolFacts, summarize
-from kvengine.analysis.table import print_summary
+from kvengine.analysis.table import print_summary, stdout
 from kvengine.assemble import Blueprint, blueprint
 from kvengine.core.errors import KvEngineError, RequestError
 from kvengine.core.plan import RequestOutput
 from kvengine.engine.driver import Driver, DriverReport
 from kvengine.engine.engine import Engine
 from kvengine.policies import Tokenizer
+from kvengine.progress import Progressing, progressing
 from kvengine.registry import KINDS, Registry
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.telemetry.run_directory import RunDirectory
@@ -33,19 +30,25 @@ from kvengine.telemetry.spans import RunFacts, write_spans
 EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 MAX_REJECTIONS_SHOWN = 5
+SAMPLE_WIDTH = 120
 
 
 class Run:
-    """Runs one variant. `path` is where its directory will be."""
+    """Runs one variant. `path` is where its directory will be; `began` is when its command (or its turn in a
+    sweep) began, in s of kvengine.seconds_since_start."""
 
-    def __init__(self, config: Mapping[str, Any], registry: Registry, path: Path) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], registry: Registry, path: Path, *, began: float = 0.0
+    ) -> None:
         self._config = config
         self._plan: Blueprint = blueprint(config, registry)
         self._directory = RunDirectory(path) if self._plan.telemetry.record else None
         self._recorder = ColumnRecorder(self._directory)
-        self._console = Console()
-        self._tokenizer: Tokenizer | None = None
-        self._times: dict[str, float] = {"startup_s": kvengine.seconds_since_start()}
+        self._console = stdout()
+        self._tokenizer_used: Tokenizer | None = None
+        self._sample: str | None = None
+        self._began = began
+        self._times: dict[str, float] = {"startup_s": kvengine.seconds_since_start() - began}
         self._facts = PoolFacts(
             num_blocks=self._plan.kv.num_blocks,
             block_size=self._plan.kv.block_size,
@@ -76,29 +79,37 @@ class Run:
 
     def _drive(self, engine: Engine) -> DriverReport:
         workload = self._plan.workload
-        with _interrupts() as interrupted, _progress(workload.num_requests) as advance:
+        texts = self._config["workload"]["name"] != "synthetic"
+        with (
+            _interrupts() as interrupted,
+            progressing(workload.num_requests, self._tokenizer if texts else None) as progress,
+        ):
             return Driver(
                 engine,
                 workload,
-                on_outputs=lambda outputs: self._take(outputs, advance),
-                on_rejected=lambda problem: advance(1),
+                on_outputs=lambda outputs: self._take(outputs, progress),
+                on_rejected=lambda problem: progress.advance(1),
                 interrupted=interrupted,
             ).run()
 
-    def _take(self, outputs: list[RequestOutput], advance: Any) -> None:
+    def _take(self, outputs: list[RequestOutput], progress: Progressing) -> None:
         if outputs and "first_token_s" not in self._times:
-            self._times["first_token_s"] = kvengine.seconds_since_start()
+            self._times["first_token_s"] = kvengine.seconds_since_start() - self._began
+        progress.show(outputs)
         for output in outputs:
             if output.finish_reason is not None:
-                advance(1 / output.sequence.request.sampling.n)
+                progress.advance(1 / output.sequence.request.sampling.n)
                 self._keep_output(output)
 
+    def _tokenizer(self) -> Tokenizer:
+        if self._tokenizer_used is None:
+            self._tokenizer_used = self._plan.model.tokenizer()
+        return self._tokenizer_used
+
     def _keep_output(self, output: RequestOutput) -> None:
-        if self._directory is None:
-            return
         seq = output.sequence
         ids = seq.token_ids[seq.num_prompt_tokens :]
-        content = {
+        content: dict[str, Any] = {
             "request_id": seq.request.id,
             "choice": seq.choice,
             "finish_reason": output.finish_reason,
@@ -106,9 +117,11 @@ class Run:
             "token_ids": ids,
         }
         if seq.request.prompt is not None:
-            self._tokenizer = self._tokenizer or self._plan.model.tokenizer()
-            content |= {"prompt": seq.request.prompt, "text": self._tokenizer.decode(ids)}
-        self._directory.write_output(content)
+            content |= {"prompt": seq.request.prompt, "text": self._tokenizer().decode(ids)}
+            if self._sample is None:
+                self._sample = f"{seq.id}: {_short(content['prompt'])!r} -> {_short(content['text'])!r}"
+        if self._directory is not None:
+            self._directory.write_output(content)
 
     def _show_rejections(self, rejected: list[RequestError]) -> None:
         for problem in rejected[:MAX_REJECTIONS_SHOWN]:
@@ -125,24 +138,36 @@ class Run:
         tables = self._recorder.tables()
         summary = summarize(tables, self._facts)
         print_summary(self._console, summary, self._title(status))
-        self._console.print(bound_line(tables), markup=False, soft_wrap=True)
-        self._console.print(self._time_line(), markup=False, soft_wrap=True)
-        if self._directory is None:
-            return
-        spans = None
-        if self._plan.telemetry.spans and self._directory.problem is None:
-            spans = self._write_spans(tables, epoch_unix_ns=time.time_ns() - now)
-        self._write_run(status, summary=summary, spans=spans)
-        if self._directory.problem:
-            what = f"recording stopped, {self._directory.path} is incomplete: {self._directory.problem}"
-        else:
-            what = f"recorded in {self._directory.path}"
-        self._console.print(what, markup=False, soft_wrap=True)
+        for line in (bound_line(tables), self._time_line(), self._sample and f"For example {self._sample}"):
+            if line:
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._directory is not None:
+            self._complete(self._directory, tables, summary, status, epoch_unix_ns=time.time_ns() - now)
 
-    def _write_spans(self, tables: dict[str, Any], epoch_unix_ns: int) -> dict[str, Any] | None:
-        assert self._directory
+    def _complete(
+        self,
+        directory: RunDirectory,
+        tables: dict[str, Any],
+        summary: dict[str, Any],
+        status: str,
+        epoch_unix_ns: int,
+    ) -> None:
+        """Add spans and the final run.json to the directory, and say where it is, or what is missing."""
+        spans = None
+        if self._plan.telemetry.spans and directory.problem is None:
+            spans = self._write_spans(directory, tables, epoch_unix_ns)
+        self._write_run(status, summary=summary, spans=spans)
+        if directory.problem:
+            what = f"recording stopped, {directory.path} is incomplete: {directory.problem}"
+        else:
+            what = f"Recorded in {directory.path}"
+        self._console.print(what, markup=False, highlight=False, soft_wrap=True)
+
+    def _write_spans(
+        self, directory: RunDirectory, tables: dict[str, Any], epoch_unix_ns: int
+    ) -> dict[str, Any] | None:
         facts = RunFacts(
-            run_id=self._directory.path.name,
+            run_id=directory.path.name,
             model=self._plan.model.name,
             version=kvengine.__version__,
             epoch_unix_ns=epoch_unix_ns,
@@ -151,9 +176,9 @@ class Run:
             step_span_interval=self._plan.telemetry.step_span_interval,
         )
         try:
-            return write_spans(self._directory.path / "spans.jsonl", tables, facts)
+            return write_spans(directory.path / "spans.jsonl", tables, facts)
         except OSError as error:
-            self._directory.problem = error
+            directory.problem = error
             return None
 
     def _title(self, status: str) -> str:
@@ -219,11 +244,7 @@ def _interrupts() -> Iterator[Any]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar on stderr, if that is a terminal."""
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("requests", total=total)
-        yield lambda amount: progress.advance(task, amount)
+def _short(text: str) -> str:
+    """One line of at most SAMPLE_WIDTH characters."""
+    words = " ".join(text.split())
+    return words if len(words) <= SAMPLE_WIDTH else words[:SAMPLE_WIDTH] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -65,14 +66,18 @@ class StubModel:
     def token_source(self, kv: Any) -> Any: ...
 
 
-def make(
-    name: str, *, model: Any = None, max_model_len: int = 256, seed: int | None = 0, **settings: Any
-) -> Any:
+def register() -> Registry:
     registry = Registry("test")
     register_workloads(registry)
-    entry = registry.get("workload", name)
+    return registry
+
+
+def make(
+    name: str, *, model: Any = None, max_model_len: int = 256, engine_seed: int | None = 0, **settings: Any
+):
+    entry = register().get("workload", name)
     limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=max_model_len)
-    build = Build(seed=seed, model=model or StubModel(), limits=limits)
+    build = Build(seed=engine_seed, model=model or StubModel(), limits=limits)
     return entry.factory(from_mapping(entry.schema, settings, "workload"), build)
 
 
@@ -116,9 +121,9 @@ def test_uniform_reaches_both_ends_and_each_length_alike() -> None:
 def test_lognormal_has_the_mean_and_the_log_sigma_that_were_asked_for() -> None:
     values = drawn(mean=1000.0, sigma=0.5)
     assert statistics.fmean(values) == pytest.approx(1000, abs=15.1)
-    logs = [statistics.math.log(v) for v in values]
+    logs = [math.log(v) for v in values]
     assert statistics.pstdev(logs) == pytest.approx(0.5, abs=0.01)
-    assert statistics.fmean(logs) == pytest.approx(statistics.math.log(1000) - 0.125, abs=0.015)
+    assert statistics.fmean(logs) == pytest.approx(math.log(1000) - 0.125, abs=0.015)
 
 
 def test_exponential_has_its_mean_and_its_tail() -> None:
@@ -180,6 +185,8 @@ def test_synthetic_streams_are_independent_and_repeatable() -> None:
     assert [(r.prompt_token_ids, r.known_output_tokens) for r in poisson] == [
         (r.prompt_token_ids, r.known_output_tokens) for r in base
     ]
+    unclipped = list(make("synthetic", num_requests=50, max_model_len=9999).requests())
+    assert sum(len(r.prompt_token_ids) == r.known_output_tokens for r in unclipped) < 10
     assert poisson[0].arrival_ns > 0
     assert list(make("synthetic", num_requests=20).requests()) == base[:20]
     other = list(make("synthetic", num_requests=50, output_len={"mean": 9.0}).requests())
@@ -191,17 +198,12 @@ def test_seed_is_the_workloads_else_the_engines_else_random() -> None:
     def first(**settings: Any) -> Any:
         return next(make("synthetic", **settings).requests()).prompt_token_ids
 
-    assert first(seed=5) == first(seed=5) != first(seed=6)
-    unseeded = make("synthetic", seed=None)
+    assert first(engine_seed=5) == first(engine_seed=5) != first(engine_seed=6)
+    assert first(engine_seed=9, seed=5) == first(engine_seed=5)
+    assert first(engine_seed=None) != first(engine_seed=None)
+    assert first(engine_seed=-1)
+    unseeded = make("synthetic", engine_seed=None)
     assert list(unseeded.requests()) == list(unseeded.requests())
-    assert first(seed=None) != first(seed=None)
-    registry = Registry("test")
-    register_workloads(registry)
-    entry = registry.get("workload", "synthetic")
-    limits = EngineLimits(max_num_seqs=1, max_num_batched_tokens=256, max_model_len=256)
-    own = entry.factory(entry.schema(seed=5), Build(seed=9, model=StubModel(), limits=limits))
-    assert next(own.requests()).prompt_token_ids == first(seed=5)
-    assert next(make("synthetic", seed=-1).requests())
 
 
 def test_synthetic_clips_output_first_then_prompt() -> None:
@@ -302,7 +304,7 @@ GOOD = b'{"prompt": "a"}\n'
     (b'{"prompt": "a", "stop_token_ids": 3}', "stop_token_ids=3: must be a list of whole numbers"),
     (b'{"prompt": "a", "arrival_s": -1}', "arrival_s=-1: must be seconds after the start"),
     (b'{"prompt": "a", "arrival_s": 1.7e9}', "arrival_s=1700000000.0: must be seconds after the start"),
-    (b'{"prompt": "a", "output_tokens": 2, "stop_token_ids": [1]}', "has output_tokens, so that stop_token_ids"),
+    (b'{"prompt": "a", "output_tokens": 2, "stop_token_ids": [1]}', "has output_tokens, so that"),
 ])  # fmt: skip
 def test_a_bad_line_is_refused_with_file_and_number(write: Any, line: bytes, problem: str) -> None:
     model, path = StubModel(), write(GOOD + b"\n" + line + b"\n" + GOOD)
@@ -343,8 +345,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_field_of_a_line_reaches_the_request(write: Any) -> None:
-    line = {"id": "x", "prompt": "né", "max_tokens": 5, "arrival_s": 0.25, "temperature": 1, "top_k": 3,
-            "top_p": 0.5, "min_p": 0.1, "seed": 9, "stop_token_ids": [4], "ignore_eos": True, "n": 2}  # fmt: skip
+    line = {
+        "id": "x", "prompt": "né", "max_tokens": 5, "arrival_s": 0.25, "temperature": 1, "top_k": 3,
+        "top_p": 0.5, "min_p": 0.1, "seed": 9, "stop_token_ids": [4], "ignore_eos": True, "n": 2,
+    }  # fmt: skip
     ids = {"prompt_token_ids": [1, 2], "output_tokens": 7, "max_tokens": None}
     content = b"\xef\xbb\xbf" + json.dumps(line).encode() + b"\r\n\r\n  \n" + json.dumps(ids).encode()
     full, known = make("jsonl", path=write(content), sampling={"temperature": 0.5, "top_k": 8}).requests()
@@ -390,6 +394,8 @@ def test_the_demo_set_fits_a_byte_tokenizer() -> None:
     assert (min(new), max(new)) == (4, 256)
     assert sum(new) == pytest.approx(2000, rel=0.05)
     assert all(r.arrival_ns == 0 for r in requests)
+    arriving = make("prompts", engine_seed=7, arrival={"process": "poisson", "rate": 4.0}).requests()
+    assert [r.arrival_ns for r in islice(arriving, 3)] == [57984220, 78719776, 498762100]
 
 
 def test_open_loop_keeps_arrival_times(write: Any) -> None:
@@ -406,24 +412,32 @@ def test_open_loop_keeps_arrival_times(write: Any) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_closed_loop_never_exceeds_its_concurrency(concurrency: int) -> None:
-    workload = make("synthetic", num_requests=20, output_len={"mean": 8.0}, concurrency=concurrency)
-    test_engine = TestEngine()
-    report = Driver(test_engine.engine, workload).run()
-    steps = [len(step.scheduled) for step in test_engine.log.steps]
-    assert (report.num_sent, report.rejected) == (20, [])
-    assert max(steps) == concurrency
-    assert steps[0] == concurrency
-    total = sum(r.known_output_tokens or 0 for r in workload.requests())
-    if concurrency == 1:
-        assert len(steps) == total
-    assert len(steps) < total + 1
-    assert test_engine.engine.clock.now() == len(steps) * 10 * MS
+def test_closed_loop_never_exceeds_its_concurrency(write: Any, concurrency: int) -> None:
+    """The file's arrival times, a minute apart, are not used; one at a time takes a step per new token."""
+    lengths_ = [3, 9, 1, 4, 12, 2, 2, 7]
+    lines = [{"prompt": "a", "output_tokens": n, "arrival_s": 60 * i} for i, n in enumerate(lengths_)]
+    fixed = {"distribution": "fixed", "mean": 5}
+    for workload in (
+        make("jsonl", path=write(lines), concurrency=concurrency),
+        make("prompts", num_requests=8, sampling={"max_tokens": 5}, concurrency=concurrency),
+        make("synthetic", num_requests=8, output_len=fixed, concurrency=concurrency),
+    ):
+        test_engine = TestEngine(max_model_len=2048)
+        report = Driver(test_engine.engine, workload).run()
+        rows = [len(step.scheduled) for step in test_engine.log.steps]
+        new = [r.max_new_tokens or 0 for r in workload.requests()]
+        assert (report.num_sent, report.rejected) == (8, [])
+        assert max(rows) == rows[0] == concurrency
+        assert math.ceil(sum(new) / concurrency) <= len(rows) <= sum(new)
+        assert len(rows) == sum(new) or concurrency > 1
+        assert test_engine.engine.clock.now() == len(rows) * 10 * MS
 
 
 def test_a_request_that_cannot_be_served_is_refused_alone(write: Any) -> None:
-    bad = [{"prompt": ""}, {"prompt": "a", "max_tokens": 0}, {"prompt_token_ids": []}, {"prompt_token_ids": [258]},
-           {"prompt": "a", "output_tokens": 0}, {"prompt": "a", "top_p": 2}]  # fmt: skip
+    bad = [
+        {"prompt": ""}, {"prompt": "a", "max_tokens": 0}, {"prompt_token_ids": []},
+        {"prompt_token_ids": [258]}, {"prompt": "a", "output_tokens": 0}, {"prompt": "a", "top_p": 2},
+    ]  # fmt: skip
     path = write([*bad, {"id": "good", "prompt": "a", "max_tokens": 2}])
     for concurrency in (None, 1):
         test_engine = TestEngine()
@@ -460,16 +474,12 @@ def test_token_ids_need_no_tokenizer(write: Any) -> None:
 @pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl"])
 def test_yaml_holds_every_setting_with_its_default(name: str) -> None:
     def check(values: dict[str, Any], default: Any) -> None:
-        assert list(values) == [f.name for f in fields(default)] or set(values) == {
-            f.name for f in fields(default)
-        }
+        assert set(values) == {f.name for f in fields(default)}
         for key, value in values.items():
             if is_dataclass(getattr(default, key)):
                 check(value, getattr(default, key))
 
-    registry = Registry("test")
-    register_workloads(registry)
-    schema = registry.get("workload", name).schema
+    schema = register().get("workload", name).schema
     values = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))
     assert values.pop("name") == name
     assert from_mapping(schema, values, "workload") == schema()

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+WIDTH_OF_FILES = 140
+"""Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
+
+
+def stdout() -> Console:
+    """The console that tables are printed on."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else WIDTH_OF_FILES)
 
 
 def print_summary(console: Console, summary: dict[str, Any], title: str) -> None:
@@ -19,15 +30,23 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
     console.print(table)
 
 
-def print_sweep(console: Console, runs: list[tuple[str, dict[str, Any] | None]]) -> None:
-    """All variants of a sweep, one row each; None stands for a run that left no summary."""
-    table = Table(title="All variants", title_justify="left")
+def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | None]]) -> None:
+    """All variants of a sweep, one row each, named by what differs between them.
+
+    A run is its overrides and its summary; None stands for one that was not completed.
+    """
+    common = set.intersection(*(set(words) for words, _ in runs)) if len(runs) > 1 else set()
+    said = [word for word in runs[0][0] if word in common] if runs else []
+    console.print(
+        "\nAll variants" + (f" with {' '.join(said)}" if said else ""), markup=False, soft_wrap=True
+    )
+    table = Table()
     table.add_column("variant", overflow="fold")
     for label in _SWEEP_COLUMNS:
         table.add_column(label, justify="right")
-    for name, summary in runs:
+    for words, summary in runs:
         cells = [shown(summary) for shown in _SWEEP_COLUMNS.values()] if summary else ["failed"]
-        table.add_row(name, *cells)
+        table.add_row("\n".join(word for word in words if word not in common), *cells)
     console.print(table)
 
 

@@ -27,7 +27,13 @@ class EngineConfig:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory_bytes", "num_blocks"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "kv_memory_bytes",
+            "num_blocks",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name}", value, "must be at least 1")

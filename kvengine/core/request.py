@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
+
+MAX_CHOICES = 16_384
+"""The most sequences one request may ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +16,7 @@ class SamplingParams:
 
     `max_tokens=None` means as many as `max_model_len` allows. `temperature=0` is greedy. `top_k` of 0 or -1
     is off. `seed=None` derives a seed from the engine's seed and the request's ordinal, so that two
-    submissions of one prompt differ. Values are judged when the request is added (engine/intake.py), so that
+    submissions of one prompt differ. Values are judged when the request is added (`problem`), so that
     one bad request is refused by name and the others go on.
     """
 
@@ -25,6 +29,29 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+
+    def problem(self, vocab_size: int) -> tuple[str, str] | None:
+        """The first field that no request can have, and the rule it breaks; None when all are fine."""
+        last = vocab_size - 1
+        checks = (
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "must be at least 1"),
+            ("n", 1 <= self.n <= MAX_CHOICES, f"must be between 1 and {MAX_CHOICES}"),
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "must be 0 (greedy) or a positive number",
+            ),
+            ("top_k", self.top_k >= -1, "must be 0 or -1 (off) or positive"),
+            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
+            (
+                "stop_token_ids",
+                all(0 <= token <= last for token in self.stop_token_ids),
+                f"must lie in the vocabulary 0..{last}",
+            ),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**64, "must fit 64 bits"),
+        )
+        return next(((name, rule) for name, good, rule in checks if not good), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

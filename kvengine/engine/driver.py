@@ -11,6 +11,7 @@ from kvengine.core.request import Request
 from kvengine.engine.engine import Engine
 from kvengine.policies import Workload
 
+
 @dataclass(slots=True)
 class DriverReport:
     """How a drive ended."""

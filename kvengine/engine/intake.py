@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 
 from kvengine.core.errors import RequestError
 from kvengine.core.limits import EngineLimits
-from kvengine.core.request import Request, SamplingParams
+from kvengine.core.request import Request
 from kvengine.core.sequence import Sequence
 
 
@@ -39,11 +38,13 @@ class Intake:
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of `request`; RequestError, naming the limit and both numbers, if it cannot run."""
         self._check_prompt(request)
-        problem = sampling_problem(request.sampling, self._vocab_size)
-        if problem is None and request.known_output_tokens is not None and request.known_output_tokens < 1:
-            problem = f"known_output_tokens={request.known_output_tokens}: must be at least 1"
+        problem = request.sampling.problem(self._vocab_size)
         if problem:
-            raise RequestError(request.id, problem)
+            name, rule = problem
+            raise RequestError(request.id, f"{name}={getattr(request.sampling, name)}: {rule}")
+        known = request.known_output_tokens
+        if known is not None and known < 1:
+            raise RequestError(request.id, f"known_output_tokens={known}: must be at least 1")
         total = self._max_tokens_total(request)
         stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.ignore_eos:
@@ -100,29 +101,3 @@ def derive_seed(*parts: int) -> int:
     """A 64-bit seed that depends on every part and on their order (BLAKE2b)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def sampling_problem(params: SamplingParams, vocab_size: int) -> str | None:
-    """What is wrong with `params`, naming the field and its value, or None."""
-    checks = (
-        ("max_tokens", params.max_tokens is None or params.max_tokens >= 1, "must be at least 1"),
-        ("n", params.n >= 1, "must be at least 1"),
-        (
-            "temperature",
-            math.isfinite(params.temperature) and params.temperature >= 0,
-            "must be 0 (greedy) or a positive number",
-        ),
-        ("top_k", params.top_k >= -1, "must be 0 or -1 (off) or positive"),
-        ("top_p", 0 < params.top_p <= 1, "must be above 0 and at most 1"),
-        ("min_p", 0 <= params.min_p <= 1, "must be between 0 and 1"),
-        (
-            "stop_token_ids",
-            all(0 <= token < vocab_size for token in params.stop_token_ids),
-            f"must lie in the vocabulary 0..{vocab_size - 1}",
-        ),
-        ("seed", params.seed is None or -(2**63) <= params.seed < 2**64, "must fit 64 bits"),
-    )
-    for name, good, rule in checks:
-        if not good:
-            return f"{name}={getattr(params, name)}: {rule}"
-    return None

@@ -57,7 +57,9 @@ def paged_attention_forward(
     unknown = [name for name, given in others.items() if name not in HARMLESS_ARGUMENTS and given is not None]
     if unknown or attention_mask is not None or others.get("is_causal") is False:
         what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "non-causal attention")
-        raise ModelError(f"{type(module).__name__} passes {what} to attention, which kvengine does not support")
+        raise ModelError(
+            f"{type(module).__name__} passes {what} to attention, which kvengine does not support"
+        )
     k_cache, v_cache = kvengine_step.caches[int(module.layer_idx)]  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if keys.shape[1:] != k_cache.shape[1:] or values.shape[1:] != v_cache.shape[1:]:

@@ -62,7 +62,9 @@ def _pick(weights: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
     cumulative = weights.cumsum(dim=-1)
     draws = _column([uniform(s.seed, s.choice, len(s.token_ids)) for s in rows], weights)
     index = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)
-    last = (weights > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)  # the last index that may be drawn
+    last = (
+        (weights > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    )  # the last index that may be drawn
     return torch.minimum(index, last)
 
 

@@ -63,7 +63,9 @@ class TorchExecutor:
 
 def load_torch_executor(config: TorchConfig, build: Build) -> TorchExecutor:
     """Load the model of `build` onto the device, with its KV pool; ConfigError or ModelError."""
-    assert build.model and build.kv and build.attention
+    assert build.model is not None
+    assert build.kv is not None
+    assert build.attention is not None
     device = _device(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

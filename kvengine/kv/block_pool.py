@@ -49,7 +49,9 @@ class BlockPool:
             if not 0 <= block < self.num_blocks:
                 raise ValueError(f"block {block} is not in this pool of {self.num_blocks}")
             if self._ref_counts[block] < times:
-                raise ValueError(f"block {block} is given back {times} times but held {self._ref_counts[block]}")
+                raise ValueError(
+                    f"block {block} is given back {times} times but held {self._ref_counts[block]}"
+                )
         freed = 0
         for block in reversed(blocks):
             self._ref_counts[block] -= 1

@@ -13,6 +13,9 @@ BYTES_PER_VALUE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1
 
 DEFAULT_KV_MEMORY_BYTES = 512 * 2**20
 
+MAX_BLOCKS = 2**26
+"""Above this a typing error is likelier than a machine: at 16 tokens a block it is a billion tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig:
@@ -31,21 +34,28 @@ class KvConfig:
         return "fp8_e4m3" if name == "fp8" else name
 
 
-def kv_shape(kv: KvConfig, engine: EngineConfig, model: ModelShape, memory_bytes: int | None = None) -> KvShape:
-    """The pool of a run; `memory_bytes` is what a device offers when the user named no size.
+def kv_shape(
+    kv: KvConfig, engine: EngineConfig, model: ModelShape, default_memory_bytes: int | None = None
+) -> KvShape:
+    """The pool of a run; without a size from the user it is `default_memory_bytes`, or else 512 MiB.
 
-    Raises ConfigError when the memory does not hold one block.
+    Raises ConfigError when the memory does not hold one block, or holds more than MAX_BLOCKS.
     """
     dtype = kv.storage_dtype(model)
-    if engine.num_blocks is not None:
-        return KvShape(num_blocks=engine.num_blocks, block_size=kv.block_size, dtype=dtype)
-    block_bytes = model.kv_bytes_per_token(BYTES_PER_VALUE[dtype]) * kv.block_size
-    memory = engine.kv_memory_bytes or memory_bytes or DEFAULT_KV_MEMORY_BYTES
-    if memory < block_bytes:
-        raise ConfigError(
-            "engine.kv_memory_bytes",
-            memory,
-            f"does not hold one block: {kv.block_size} tokens in {dtype} take {block_bytes} bytes; "
-            f"raise it or lower kv.block_size",
-        )
-    return KvShape(num_blocks=memory // block_bytes, block_size=kv.block_size, dtype=dtype)
+    key, given = "engine.num_blocks", engine.num_blocks
+    num_blocks = engine.num_blocks
+    if num_blocks is None:
+        block_bytes = model.kv_bytes_per_token(BYTES_PER_VALUE[dtype]) * kv.block_size
+        memory = engine.kv_memory_bytes or default_memory_bytes or DEFAULT_KV_MEMORY_BYTES
+        key, given = "engine.kv_memory_bytes", memory
+        num_blocks = memory // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                key,
+                memory,
+                f"does not hold one block: {kv.block_size} tokens in {dtype} take {block_bytes} bytes; "
+                f"raise it or lower kv.block_size",
+            )
+    if num_blocks > MAX_BLOCKS:
+        raise ConfigError(key, given, f"makes {num_blocks:,} blocks; at most {MAX_BLOCKS:,} are possible")
+    return KvShape(num_blocks=num_blocks, block_size=kv.block_size, dtype=dtype)

@@ -44,7 +44,9 @@ class HfModel:
         try:
             return AutoConfig.from_pretrained(self.directory, local_files_only=True).get_text_config()
         except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"model.path={self.name}: no readable config.json ({_first_line(error)})") from error
+            raise ModelError(
+                f"model.path={self.name}: no readable config.json ({_first_line(error)})"
+            ) from error
 
     def shape(self) -> ModelShape:
         config = self._config
@@ -59,6 +61,9 @@ class HfModel:
             dtype=self._dtype if self._dtype != "auto" else _dtype_name(config.dtype),
             eos_token_ids=declared_eos_ids(self.directory),
         )
+
+    def weight_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.directory.glob("*.safetensors"))
 
     def tokenizer(self) -> Tokenizer:
         return HfTokenizer(self.directory)
@@ -92,7 +97,9 @@ def refuse_unservable(config: Any, name: str) -> None:
     stateful = kinds - WINDOWED_LAYERS
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None:
-        raise ModelError(f"model.path={name}: '{config.model_type}' is not a causal LM that transformers knows")
+        raise ModelError(
+            f"model.path={name}: '{config.model_type}' is not a causal LM that transformers knows"
+        )
     if stateful or getattr(model_class, "_is_stateful", False):
         which = ", ".join(sorted(stateful)) or config.model_type
         raise ModelError(

@@ -38,6 +38,9 @@ class TinyModel:
             eos_token_ids=(ByteTokenizer.eos_token_id,),
         )
 
+    def weight_bytes(self) -> int:
+        return 0  # too few to count
+
     def tokenizer(self) -> Tokenizer:
         return ByteTokenizer()
 
@@ -59,7 +62,7 @@ class TinyModel:
             initializer_range=0.3,  # wide enough that the best two logits are far apart
             bos_token_id=None,
             eos_token_id=ByteTokenizer.eos_token_id,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=ATTENTION_NAME,  # pyright: ignore[reportCallIssue] - a base class takes it
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)

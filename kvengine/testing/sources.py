@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as ListLike
+from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 
 from kvengine.core.sequence import Sequence
 

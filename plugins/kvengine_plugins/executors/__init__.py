@@ -37,7 +37,8 @@ def _torch(config: TorchConfig, build: Build) -> Any:
 
 
 def _null(config: NullConfig, build: Build) -> NullExecutor:
-    assert build.model and build.kv
+    assert build.model is not None
+    assert build.kv is not None
     eos = build.model.shape().eos_token_ids
     filler = next(i for i in range(len(eos) + 1) if i not in eos)
     source = build.model.token_source(build.kv)

@@ -25,6 +25,9 @@ class ChecksumModel:
             dtype="fp32",
         )
 
+    def weight_bytes(self) -> int:
+        return 0  # too few to count
+
     def tokenizer(self) -> Tokenizer:
         return ByteTokenizer()
 

@@ -28,7 +28,9 @@ class StaticConfig:
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError("scheduler.batch_size", self.batch_size, "must be at least 1")
         if not 0 <= self.max_wait_s < float("inf"):
-            raise ConfigError("scheduler.max_wait_s", self.max_wait_s, "must be a number of seconds, at least 0")
+            raise ConfigError(
+                "scheduler.max_wait_s", self.max_wait_s, "must be a number of seconds, at least 0"
+            )
 
 
 class StaticScheduler:
@@ -62,7 +64,9 @@ class StaticScheduler:
         if not len(view.waiting):
             return
         limits = view.limits
-        rows = min(self._batch_size or limits.max_num_seqs, limits.max_num_seqs, limits.max_num_batched_tokens)
+        rows = min(
+            self._batch_size or limits.max_num_seqs, limits.max_num_seqs, limits.max_num_batched_tokens
+        )
         deadline = view.waiting.peek().arrival_ns + self._max_wait_ns
         if len(view.waiting) < rows and view.now < deadline:
             view.stop(Reason.BATCH_FORMING)

@@ -165,14 +165,17 @@ class RequestFile:
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         """(number from 1, text) of every line that is not blank, without byte order marks and line ends."""
+        for number, raw in enumerate(self._raw_lines(), 1):
+            text = self._decoded(number, raw).removeprefix("\ufeff").rstrip("\r\n")
+            if text.strip():
+                yield number, text
+
+    def _raw_lines(self) -> Iterator[bytes]:
         try:
             if isinstance(self._source, Path) and self._source.is_fifo():
                 raise ConfigError("workload.path", self._shown, "must be a file, for it is read twice")
             with self._source.open("rb") as file:
-                for number, raw in enumerate(file, 1):
-                    text = self._decoded(number, raw).removeprefix("\ufeff").rstrip("\r\n")
-                    if text.strip():
-                        yield number, text
+                yield from file
         except OSError as error:
             raise ConfigError("workload.path", self._shown, error.strerror or str(error)) from error
         except ValueError as error:  # a zero byte in the path

@@ -9,7 +9,6 @@ import numpy as np
 
 from kvengine.core.errors import ConfigError
 from kvengine.core.request import Request, SamplingParams
-from kvengine.engine.intake import sampling_problem
 from kvengine.policies import Build
 from kvengine.workloads.arrivals import ArrivalConfig, arrival_times, check_counts, chosen_seed, random_stream
 from kvengine.workloads.lengths import LengthConfig, lengths
@@ -47,9 +46,9 @@ class SyntheticConfig:
 def check_sampling(sampling: SamplingParams, build: Build) -> None:
     """ConfigError `workload.sampling.NAME` for what the engine would refuse in every single request."""
     assert build.model is not None
-    problem = sampling_problem(sampling, build.model.shape().vocab_size)
+    problem = sampling.problem(build.model.shape().vocab_size)
     if problem:
-        name, rule = problem.partition("=")[0], problem.partition(": ")[2]
+        name, rule = problem
         raise ConfigError(f"workload.sampling.{name}", getattr(sampling, name), rule)
 
 

@@ -1,0 +1,58 @@
+"""One sequence at a time: what serving looks like without any batching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvengine.core.errors import ConfigError
+from kvengine.core.reasons import Reason
+from kvengine.hookspecs import hookimpl
+from kvengine.policies import SchedulingView
+
+if TYPE_CHECKING:
+    from kvengine.registry import Registry
+
+KVENGINE_API = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SerialConfig:
+    """`at_once`: how many sequences run together."""
+
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
+        if self.at_once < 1:
+            raise ConfigError("scheduler.at_once", self.at_once, "must be at least 1")
+
+
+class SerialScheduler:
+    """The next sequence enters when one of `at_once` has ended."""
+
+    chunks = False
+    holds_finished = False
+    delivers_at_batch_end = False
+
+    def __init__(self, config: SerialConfig) -> None:
+        self._at_once = config.at_once
+
+    def schedule(self, view: SchedulingView) -> None:
+        running = list(view.running)
+        if len(running) < self._at_once and len(view.waiting):
+            view.admit(view.waiting.peek())
+        for seq in running:
+            view.schedule(seq, max_tokens=1)
+        view.stop(Reason.MAX_NUM_SEQS)
+
+
+@hookimpl
+def kvengine_register(registry: Registry) -> None:
+    """Called once when kvengine starts."""
+    registry.add(
+        "scheduler",
+        "serial",
+        lambda config, build: SerialScheduler(config),
+        schema=SerialConfig,
+        summary="one sequence at a time, no batching (example package)",
+    )

@@ -1,0 +1,295 @@
+"""The command line as a user meets it: one line for a mistake, tables and directories for a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from kvengine import launch
+from kvengine.cli import main
+from kvengine.core.errors import ModelError
+from kvengine.models import smollm2
+from kvengine.run import Run
+from kvengine.telemetry.run_directory import read_tables
+
+QUICK = ["executor=null", "workload=synthetic", "workload.num_requests=6", "model=checksum"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs land in tmp_path/traces, as they do for someone who installed the wheel."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "checkout", lambda: None)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def recorded(tmp_path: Path) -> list[Path]:
+    traces = tmp_path / "traces"
+    return sorted(traces.iterdir()) if traces.exists() else []
+
+
+MISTAKES = [
+    ("scheduler=contineous", "scheduler=contineous:", "did you mean 'continuous'"),
+    ("schedular=static", "schedular=static:", "did you mean 'scheduler'"),
+    ("executor=nul", "executor=nul:", "did you mean 'null'"),
+    ("model=smollm", "model=smollm:", "did you mean 'smollm2-135m'"),
+    ("max_num_seqs=0", "engine.max_num_seqs=0:", "at least 1"),
+    ("max_num_seqs=-3", "engine.max_num_seqs=-3:", "at least 1"),
+    ("max_num_seqs=many", "engine.max_num_seqs=many:", "whole number"),
+    ("max_num_seqs=null", "engine.max_num_seqs=null:", "whole number"),
+    ("max_num_batched_tokens=0", "engine.max_num_batched_tokens=0:", "at least 1"),
+    ("max_num_batched_tokens=-1", "engine.max_num_batched_tokens=-1:", "at least 1"),
+    ("max_model_len=0", "engine.max_model_len=0:", "at least 1"),
+    ("max_model_len=9000", "engine.max_model_len=9000:", "8192"),
+    ("gpu_memory_utilization=1.5", "engine.gpu_memory_utilization=1.5:", "at most 1"),
+    ("block_size=0", "kv.block_size=0:", "at least 1"),
+    ("block_size=-4", "kv.block_size=-4:", "at least 1"),
+    ("num_blocks=0", "engine.num_blocks=0:", "at least 1"),
+    ("num_blocks=8 kv_memory_bytes=9", "engine.num_blocks=8:", "not both"),
+    ("num_blocks=1000000000", "engine.num_blocks=1000000000:", "at most"),
+    ("num_blocks=60000000", "engine.num_blocks=60000000:", "this machine has"),
+    ("kv_memory_bytes=1000", "engine.kv_memory_bytes=1000:", "368640"),
+    ("kv=fp9", "kv=fp9:", "did you mean 'fp8'"),
+    ("kv.dtype=bf61", "kv.dtype=bf61:", "did you mean 'bf16'"),
+    ("kv.blocksize=4", "kv.blocksize=4:", "did you mean 'kv.block_size'"),
+    ("max_num_batched_tokens=100", "engine.max_num_batched_tokens=100:", "max_model_len=2048"),
+    (
+        "enable_chunked_prefill=true scheduler=static",
+        "engine.enable_chunked_prefill=True:",
+        "scheduler=chunked",
+    ),
+    ("enable_chunked_prefill=false scheduler=chunked", "engine.enable_chunked_prefill=False:", "continuous"),
+    ("enable_chunked_prefill=maybe", "engine.enable_chunked_prefill=maybe:", "true or false"),
+    ("allocator=contiguous_max num_blocks=100", "allocator=contiguous_max:", "max_model_len"),
+    ("workload=jsonl", "workload.path=null:", ""),
+    ("workload.path=nowhere.jsonl", "workload.path=nowhere.jsonl:", "No such file"),
+    ("workload.sampling.temperature=-1", "workload.sampling.temperature=-1.0:", "positive"),
+    ("workload.sampling.stop_token_ids=5", "workload.sampling.stop_token_ids=5:", "must be a list"),
+    ("workload.sampling.stop_token_ids='5,6'", "workload.sampling.stop_token_ids=5,6:", "must be a list"),
+    ("model.path=a=b", "model.path=a=b:", "quote"),
+    ("scheduler=static,chunked", "scheduler=static,chunked:", "-m"),
+    ("-m scheduler=static,contineous", "scheduler=contineous:", "did you mean 'continuous'"),
+    ("-m max_num_seqs=4,0", "engine.max_num_seqs=0:", "at least 1"),
+    ("engine=3", "engine=3:", "group"),
+    ("+extra=1", "extra=1:", "no such group"),
+    ("~scheduler", "scheduler=", "names no scheduler"),
+    ("workload=???", "workload", ""),
+    ("model.path=no/such-model", "model.path=no/such-model:", "no such directory"),
+    ("model=hf", "model.path=null:", "directory"),
+    ("model=checksum", "model=checksum:", "executor=null"),
+    ("executor.device=cuda", "executor.device=cuda:", "auto, cpu"),
+    ("plugin", "command=plugin:", "did you mean 'plugins'"),
+    ("pull", "pull=:", "name one model"),
+    ("pull smolm2-135m", "model=smolm2-135m:", "did you mean 'smollm2-135m'"),
+]
+
+
+@pytest.mark.parametrize(("words", "begins", "says"), MISTAKES, ids=[words for words, _, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: str, begins: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {begins}")
+    assert says in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert recorded(tmp_path) == []
+
+
+def test_a_bad_line_of_a_prompts_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    assert main(["workload.path=p.jsonl"]) == 2
+    assert "p.jsonl" in (said := capsys.readouterr().err)
+    assert "line 2" in said
+
+
+def test_booleans_as_users_write_them() -> None:
+    for word in ("1", "yes", "on", "true"):
+        assert main([*QUICK, f"telemetry.record={word}", "telemetry.spans=off"]) == 0
+
+
+def test_a_run_prints_its_table_and_leaves_its_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(QUICK) == 0
+    said = capsys.readouterr().out
+    for label in (
+        "6 finished", "prompt tokens", "output tokens", "duration", "tok/s", "TTFT", "TPOT", "ITL", "queue time",
+        "KV held / pool", "KV held / reserved", "slot occupancy", "steps", "preemptions", "Bound by", "Start-up",
+        "first token",
+    ):  # fmt: skip
+        assert label in said, label
+    (run,) = recorded(tmp_path)
+    assert f"Recorded in {run}" in said
+    content = json.loads((run / "run.json").read_text())
+    assert content["status"] == "complete"
+    assert content["config"]["scheduler"]["name"] == "continuous"
+    assert content["spans"]["num_dropped"] == 0
+    tables = read_tables(run)
+    assert len(tables["requests"]) == 6
+    assert len((run / "outputs.jsonl").read_text().splitlines()) == 6
+    assert len(tables["steps"]) == content["summary"]["num_steps"]
+
+
+def test_static_shows_its_waste(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "scheduler=static"]) == 0
+    said = capsys.readouterr().out
+    assert "of row-steps computed for nothing" in said
+    assert "padding tokens" in said
+
+
+def test_a_sweep_ends_with_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "scheduler=static,chunked", "allocator=contiguous_max,paged"]
+    assert main([*QUICK, *words, "max_model_len=1024"]) == 0
+    table = capsys.readouterr().out.split("All variants")[1]
+    assert "with executor=null workload=synthetic" in table
+    assert table.count("scheduler=static") == 2
+    assert table.count("allocator=paged") == 2
+    (sweep,) = recorded(tmp_path)
+    assert sorted(p.name for p in sweep.iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
+
+
+def test_one_failed_variant_does_not_stop_the_sweep(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Run.execute
+
+    def fails_for_static(run: Run) -> int:
+        if run._config["scheduler"]["name"] == "static":
+            raise ModelError("it burnt down")
+        return whole(run)
+
+    monkeypatch.setattr(Run, "execute", fails_for_static)
+    assert main([*QUICK, "-m", "scheduler=static,chunked"]) == 1
+    said = capsys.readouterr()
+    assert "error: it burnt down" in said.err
+    assert "failed" in said.out.split("All variants")[1]
+
+
+def test_alias_picks_the_scheduler(tmp_path: Path) -> None:
+    assert main([*QUICK, "enable_chunked_prefill=true", "block_size=4"]) == 0
+    (run,) = recorded(tmp_path)
+    config = json.loads((run / "run.json").read_text())["config"]
+    assert config["scheduler"]["name"] == "chunked"
+    assert config["kv"]["block_size"] == 4
+
+
+def test_a_request_that_cannot_fit_is_refused_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"id": "long", "prompt_token_ids": [1] * 50, "max_tokens": 100},
+        {"id": "empty", "prompt": ""},
+        {"id": "zero", "prompt": "a", "max_tokens": 0},
+        {"id": "negative", "prompt": "a", "max_tokens": -1},
+        {"id": "good", "prompt": "abc", "max_tokens": 3},
+    ]
+    (tmp_path / "w.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["workload=jsonl", "workload.path=w.jsonl", "executor=null", "model=checksum", "max_model_len=64"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    for name in ("long", "empty", "zero", "negative"):
+        assert f"refused: request '{name}'" in said
+    assert "1 finished, 4 rejected" in said
+
+
+def test_ctrl_c_keeps_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = 0
+    take = Run._take
+
+    def interrupt_at_third(run: Run, outputs: list, progress: object) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            signal.raise_signal(signal.SIGINT)
+        take(run, outputs, progress)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Run, "_take", interrupt_at_third)
+    assert main(QUICK) == 130
+    assert "(interrupted)" in capsys.readouterr().out
+    (run,) = recorded(tmp_path)
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    tables = read_tables(run)
+    assert len(tables["steps"]) == 3
+    assert set(tables["requests"]["status"].to_pylist()) <= {"unfinished", "finished"}
+    assert len(tables["requests"]) == 6
+
+
+def test_ctrl_c_ends_a_sweep_with_the_table_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_take", lambda *a: signal.raise_signal(signal.SIGINT))
+    assert main([*QUICK, "-m", "scheduler=static,chunked"]) == 130
+    table = capsys.readouterr().out.split("All variants")[1]
+    assert "failed" in table
+
+
+def test_a_full_disk_is_said_and_the_figures_stay(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    assert main(QUICK) == 1
+    said = capsys.readouterr().out
+    assert "6 finished" in said
+    assert "No space left on device" in said
+
+
+def test_an_unwritable_place_for_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "traces").write_text("a file is in the way")
+    assert main(QUICK) == 1
+    assert capsys.readouterr().err.startswith("error: no run directory can be made in")
+
+
+def test_without_the_default_model_tiny_goes_on_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> Path:
+        raise ModelError("nobody has it")
+
+    monkeypatch.setattr(smollm2, "ensure_smollm2", gone)
+    words = ["workload.num_requests=2", "workload.sampling.max_tokens=2", "telemetry.record=false"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.err == "warning: the default model cannot be had, going on with model=tiny: nobody has it\n"
+    assert "model=tiny" in said.out
+    assert main([*words, "model=smollm2-135m"]) == 2
+    assert capsys.readouterr().err == "error: nobody has it\n"
+
+
+def test_plugins_lists_kind_name_summary_and_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins"]) == 0
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if line.startswith("scheduler") and " static " in line)
+    assert "longest member ends" in row
+    assert row.rstrip().endswith("kvengine 0.1.0")
+
+
+def test_help_lists_groups_options_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "scheduler: chunked, continuous" in said
+    for limit in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "kv_memory_bytes"):
+        assert limit in said
+
+
+def test_a_checksum_run_gives_the_golden_tokens(tmp_path: Path) -> None:
+    (tmp_path / "w.jsonl").write_text('{"id": "g", "prompt_token_ids": [1, 2, 3], "max_tokens": 3}\n')
+    words = ["workload=jsonl", "workload.path=w.jsonl", "executor=null", "model=checksum"]
+    assert main(words) == 0
+    (run,) = recorded(tmp_path)
+    output = json.loads((run / "outputs.jsonl").read_text())
+    assert output["token_ids"] == [20, 104, 127]
+    assert output["finish_reason"] == "length"
