@@ -28,7 +28,7 @@ from kvengine.compose import (
     register_third_party_conf,
     variants,
 )
-from kvengine.core.errors import KvEngineError, ModelError
+from kvengine.core.errors import ConfigError, KvEngineError, ModelError
 from kvengine.overrides import HYDRA_ERRORS, LIMITS, expand, explain, flatten, key_of
 from kvengine.registry import discover
 from kvengine.run import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Run
@@ -65,7 +65,8 @@ def _check(overrides: list[str], sweeps: bool) -> None:
             for variant in variants(own) if sweeps else [own]:
                 blueprint(compose(variant), registry)
         except HYDRA_ERRORS as error:
-            raise explain(error, overrides, [*flatten(compose([])), *LIMITS]) from error
+            wrong = explain(error, overrides, [*flatten(compose([])), *LIMITS])
+            raise ConfigError(wrong.key, wrong.value, wrong.problem + registry.broken_hint()) from error
 
 
 def _single(argv: list[str], overrides: list[str]) -> int:

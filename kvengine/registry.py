@@ -90,9 +90,13 @@ class Registry:
         """The entry, or ConfigError with the nearest name (and the plug-ins that failed to load)."""
         entry = self._entries.get((kind, name))
         if entry is None:
-            failed = "".join(f"; plug-in {b.name} did not load: {b.problem}" for b in self.broken)
-            raise ConfigError(kind, name, f"no such {kind}; {choices_hint(name, self.names(kind))}{failed}")
+            hint = choices_hint(name, self.names(kind)) + self.broken_hint()
+            raise ConfigError(kind, name, f"no such {kind}; {hint}")
         return entry
+
+    def broken_hint(self) -> str:
+        """What to add to the error over a missing name: it may belong to a package that did not load."""
+        return "".join(f"; plug-in {broken.name} did not load: {broken.problem}" for broken in self.broken)
 
     def names(self, kind: str) -> list[str]:
         """The names registered for `kind`, sorted."""

@@ -15,12 +15,12 @@ MAX_HELD = 32
 """So many ids may wait for a run of byte tokens to end (see `_byte_0x80`)."""
 
 MAX_WINDOW = 32
-MIN_CONTEXT = 12
-"""Ids that are decoded again with every new one, and how many stay when the window is cut: enough to hold
-MAX_INCOMPLETE broken characters of up to three bytes each whole."""
+MIN_CONTEXT = 16
+"""How many ids are decoded again with every new one, and how many stay when they are cut down: more than
+MAX_INCOMPLETE characters have bytes."""
 
-MAX_SCANNED = 2048
-"""Byte tokens stand at the start of a vocabulary, after its special tokens."""
+MAX_SCANNED = 1024
+"""Where a vocabulary has byte tokens, they follow its special tokens, before all others."""
 
 
 class Detokenizer:
@@ -31,7 +31,7 @@ class Detokenizer:
 
     What could still change is an unfinished character at the end. A window that starts in the middle of the
     text decodes to a wrong beginning (half a character, a space stripped), but to the right end, and only its
-    end is ever read. One id costs a decode of MAX_WINDOW ids at most, however long the text is.
+    end is ever read. So one id costs a few decodes of some MAX_WINDOW ids, however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -66,7 +66,7 @@ class Detokenizer:
         self._num_sent = certain
         if certain == len(text):
             self._num_held = 0
-        if len(self._window) > MAX_WINDOW:
+        if len(self._window) > MAX_WINDOW and len(text) - certain <= MAX_INCOMPLETE:
             self._cut_window()
         return piece
 

@@ -81,6 +81,19 @@ def paged_attention_forward(
     return out.unsqueeze(0), None
 
 
+def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+    unknown = [name for name, given in others.items() if name not in HARMLESS_ARGUMENTS and given is not None]
+    if mask is not None:
+        unknown.append("a mask")
+    if others.get("is_causal") is False:
+        unknown.append("non-causal attention")
+    if unknown:
+        what = ", ".join(unknown)
+        raise ModelError(
+            f"{type(module).__name__} passes {what} to attention, which kvengine does not support"
+        )
+
+
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kvengine.core.decision import Action
 
@@ -17,71 +19,126 @@ Key = tuple[str, int]
 
 @dataclass(slots=True)
 class Life:
-    """`phases` are (name, start_ns, end_ns) in order, without gaps; `steps` are [first, last] step numbers."""
+    """`phases` are (name, start_ns, end_ns) in order, without gaps; `steps` are [first, last] step numbers.
+
+    Of a prefill in several chunks, the tables hold the first and the last step; of those between, `steps` has
+    the ones that computed more prefill tokens than they admitted, which is exact while one prefill at a time
+    is unfinished (as under every built-in scheduler).
+    """
 
     request: dict[str, Any]
     phases: list[tuple[str, int, int]] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
 
 
+class _Event(NamedTuple):
+    """A sequence entered (`enters`) or was preempted, in the plan of `step` at `time_ns`."""
+
+    enters: bool
+    time_ns: int
+    step: int
+
+
+class _Steps:
+    """What phases need of the tables `steps` and `decisions`; steps are numbered without gaps."""
+
+    def __init__(self, steps: pa.Table, decisions: pa.Table) -> None:
+        self._ends = steps["end_ns"].to_numpy()
+        self._first = int(steps["step"][0].as_py()) if len(steps) else 0
+        entries = _with_action(decisions, (Action.ADMIT, Action.RESUME))
+        at = entries["first_step"].to_numpy() - self._first
+        known = at < len(steps)
+        entered = np.bincount(at[known], entries["num_tokens"].to_numpy()[known], minlength=len(steps))
+        self._chunks_go_on = steps["num_prefill_tokens"].to_numpy() > entered
+
+    @property
+    def last_end_ns(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def knows(self, step: int) -> bool:
+        """Whether the table holds `step`: that of a killed run may lack the last ones."""
+        return step - self._first < len(self._ends)
+
+    def end_ns(self, step: int) -> int:
+        return int(self._ends[step - self._first])
+
+    def number_after(self, time_ns: int) -> int:
+        """The first step that ended after `time_ns`, or the number that one would have."""
+        return self._first + int(np.searchsorted(self._ends, time_ns, side="right"))
+
+    def of_prefill(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """The steps from `first` until before `stop` that a prefill which entered in `first` was in."""
+        begin = first - self._first
+        between = np.flatnonzero(self._chunks_go_on[begin + 1 : max(stop - self._first, begin + 1)])
+        steps = [first, *(between + first + 1).tolist()] if first < stop else []
+        return [(step, step) for step in steps]
+
+
 def lives(tables: dict[str, pa.Table]) -> dict[Key, Life]:
     """Every sequence that was not rejected, from the tables `requests`, `tokens`, `decisions` and `steps`."""
-    found = {}
+    steps = _Steps(tables["steps"], tables["decisions"])
     events, runs = _events(tables["decisions"]), _token_runs(tables["tokens"])
-    numbers, ends = tables["steps"]["step"].to_numpy(), tables["steps"]["end_ns"].to_numpy()
+    found = {}
     for row in tables["requests"].to_pylist():
-        if row["status"] == "rejected":
-            continue
-        key = (row["request_id"], row["choice"])
-        found[key] = _life(row, events[key], runs[key], numbers, ends)
+        if row["status"] != "rejected":
+            key = (row["request_id"], row["choice"])
+            found[key] = _life(row, events[key], [run for run in runs[key] if steps.knows(run[0])], steps)
     return found
 
 
-def _events(decisions: pa.Table) -> dict[Key, list[tuple[str, int, int]]]:
-    """(action, time, step) of every admission, resumption and preemption, by sequence."""
-    events: dict[Key, list[tuple[str, int, int]]] = defaultdict(list)
-    wanted = (Action.ADMIT, Action.RESUME, Action.PREEMPT)
-    for row in decisions.to_pylist():
-        if row["action"] in wanted:
-            events[row["request_id"], row["choice"]].append((row["action"], row["time_ns"], row["first_step"]))
+def _with_action(decisions: pa.Table, actions: Iterable[Action]) -> pa.Table:
+    names = pa.array([action.value for action in actions])
+    return decisions.filter(pc.is_in(decisions["action"].cast(pa.string()), names))
+
+
+def _events(decisions: pa.Table) -> dict[Key, list[_Event]]:
+    """Every admission, resumption and preemption, by sequence and in order."""
+    events: dict[Key, list[_Event]] = defaultdict(list)
+    wanted = _with_action(decisions, (Action.ADMIT, Action.RESUME, Action.PREEMPT))
+    names = ("request_id", "choice", "action", "time_ns", "first_step")
+    for request_id, choice, action, time_ns, step in zip(
+        *(wanted[name].to_pylist() for name in names), strict=True
+    ):
+        events[request_id, choice].append(_Event(action != Action.PREEMPT, time_ns, step))
     return events
 
 
 def _token_runs(tokens: pa.Table) -> dict[Key, list[tuple[int, int]]]:
     """[first, last] step of every run of tokens, by sequence."""
     runs: dict[Key, list[tuple[int, int]]] = defaultdict(list)
-    for row in tokens.to_pylist():
-        last = row["first_step"] + row["num_steps"] - 1
-        runs[row["request_id"], row["choice"]].append((row["first_step"], last))
+    names = ("request_id", "choice", "first_step", "num_steps")
+    for request_id, choice, first, count in zip(*(tokens[name].to_pylist() for name in names), strict=True):
+        runs[request_id, choice].append((first, first + count - 1))
     return runs
 
 
-def _life(
-    row: dict[str, Any],
-    events: list[tuple[str, int, int]],
-    runs: list[tuple[int, int]],
-    numbers: np.ndarray,
-    ends: np.ndarray,
-) -> Life:
+def _life(row: dict[str, Any], events: list[_Event], runs: list[tuple[int, int]], steps: _Steps) -> Life:
     life = Life(row)
-    over_ns = row["finished_ns"] if row["finished_ns"] is not None else int(ends[-1]) if len(ends) else row["arrival_ns"]
-    if not events:
-        life.phases.append(("queued", row["arrival_ns"], over_ns))
-        return life
-    life.phases.append(("queued", row["arrival_ns"], events[0][1]))
-    for i, (action, time_ns, step) in enumerate(events):
-        until_ns, until_step = (events[i + 1][1], events[i + 1][2]) if i + 1 < len(events) else (over_ns, None)
-        if action == Action.PREEMPT:
-            life.phases.append(("preempted", time_ns, until_ns))
-            continue
-        inside = [r for r in runs if r[0] >= step and (until_step is None or r[0] < until_step)]
-        if not inside:
-            life.phases.append(("prefill", time_ns, until_ns))
-            life.steps.append((step, (until_step or step + 1) - 1))
-            continue
-        first_ns = int(ends[np.searchsorted(numbers, inside[0][0])])
-        life.phases.append(("prefill", time_ns, first_ns))
-        if until_ns > first_ns:
-            life.phases.append(("decode", first_ns, until_ns))
-        life.steps += [(step, inside[0][0]), *inside]
+    begin_ns, over_ns = row["arrival_ns"], row["finished_ns"]
+    if over_ns is None:
+        over_ns = max(begin_ns, steps.last_end_ns, *(event.time_ns for event in events))
+    life.phases.append(("queued", begin_ns, events[0].time_ns if events else over_ns))
+    over = _Event(False, over_ns, steps.number_after(over_ns))
+    for event, until in zip(events, [*events[1:], over], strict=False):
+        if event.enters:
+            inside = [run for run in runs if event.step <= run[0] < until.step]
+            _add_running(life, event, until, inside, steps)
+        else:
+            life.phases.append(("preempted", event.time_ns, until.time_ns))
     return life
+
+
+def _add_running(
+    life: Life, event: _Event, until: _Event, inside: list[tuple[int, int]], steps: _Steps
+) -> None:
+    """Add what lies between entering and `until`: a prefill, and a decode if it gave the tokens `inside`."""
+    if not inside:
+        life.phases.append(("prefill", event.time_ns, until.time_ns))
+        life.steps += steps.of_prefill(event.step, until.step)
+        return
+    first = inside[0][0]
+    first_token_ns = steps.end_ns(first)
+    life.phases.append(("prefill", event.time_ns, first_token_ns))
+    if until.time_ns > first_token_ns:
+        life.phases.append(("decode", first_token_ns, until.time_ns))
+    life.steps += [*steps.of_prefill(event.step, first), *inside]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -51,7 +52,9 @@ def sample_steps(steps: pa.Table, *, at_most: int, every: int) -> StepSample:
 
 def _phase_changes(steps: pa.Table) -> np.ndarray:
     """Whether a step's kind of work differs from that of the step before, or somebody was preempted in it."""
-    has = [steps[name].to_numpy() > 0 for name in ("num_prefill_tokens", "num_decode_tokens", "num_idle_rows")]
+    has = [
+        steps[name].to_numpy() > 0 for name in ("num_prefill_tokens", "num_decode_tokens", "num_idle_rows")
+    ]
     kind = has[0] * 1 + has[1] * 2 + has[2] * 4
     changed = np.ones(len(kind), dtype=bool)
     changed[1:] = kind[1:] != kind[:-1]
@@ -63,9 +66,9 @@ def _windows(
 ) -> tuple[list[tuple[int, int]], int]:
     """Runs of steps that start in the same window and hold an unsampled one; and the window's width in ns."""
     width = WINDOW_NS
-    while (end[-1] - start[0]) / width > at_most:
+    while (start[-1] - start[0]) // width >= at_most:
         width *= 2
     number = (start - start[0]) // width
     edges = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(start)]
-    spans = [(a, b - 1) for a, b in zip(edges, edges[1:], strict=False)]
+    spans = [(a, b - 1) for a, b in pairwise(edges)]
     return [(a, b) for a, b in spans if any(i not in chosen for i in range(a, b + 1))], width

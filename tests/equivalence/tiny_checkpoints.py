@@ -17,6 +17,7 @@ WINDOW = 12
 VOCAB_SIZE = 128
 EOS = 2
 MAX_POSITION = 256
+SEED = 7  # of 0 to 7 the one with which no reference holds a tie
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -103,10 +104,10 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(name: str, directory: Path) -> Path:
-    """Make the model of ARCHITECTURES[name] from a fixed seed and save it in `directory`, without a tokenizer."""
+    """Make the model of ARCHITECTURES[name] from SEED and save it in `directory`, without a tokenizer."""
     config = ARCHITECTURES[name].config()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):
