@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
@@ -121,11 +122,13 @@ def _run_one_of_many(config: DictConfig, overrides: list[str]) -> None:
 def _run(config: DictConfig, overrides: list[str], path: Path, began: float = 0.0) -> int:
     """One variant, begun `began` s after kvengine was; the exit code."""
     content = plain(config)
+    asked = time.perf_counter()
     if content["executor"]["name"] != "null" and not any(
         key_of(w).split(".")[0] == "model" for w in overrides
     ):
         content = _with_model_at_hand(content)
-    return Run(content, discover(), path, began=began).execute()
+    fetch_s = time.perf_counter() - asked
+    return Run(content, discover(), path, began=began, fetch_s=fetch_s).execute()
 
 
 def _with_model_at_hand(content: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvengine.analysis.table import print_summary, stdout
 from kvengine.assemble import Blueprint, blueprint
 from kvengine.core.errors import KvEngineError, RequestError
 from kvengine.core.plan import RequestOutput
+from kvengine.core.reasons import FinishReason
 from kvengine.engine.driver import Driver, DriverReport
 from kvengine.engine.engine import Engine
 from kvengine.policies import Tokenizer
@@ -35,10 +36,16 @@ SAMPLE_WIDTH = 120
 
 class Run:
     """Runs one variant. `path` is where its directory will be; `began` is when its command (or its turn in a
-    sweep) began, in s of kvengine.seconds_since_start."""
+    sweep) began, in s of kvengine.seconds_since_start; `fetch_s` is what fetching the model took since."""
 
     def __init__(
-        self, config: Mapping[str, Any], registry: Registry, path: Path, *, began: float = 0.0
+        self,
+        config: Mapping[str, Any],
+        registry: Registry,
+        path: Path,
+        *,
+        began: float = 0.0,
+        fetch_s: float = 0.0,
     ) -> None:
         self._config = config
         self._plan: Blueprint = blueprint(config, registry)
@@ -47,8 +54,10 @@ class Run:
         self._console = stdout()
         self._tokenizer_used: Tokenizer | None = None
         self._sample: str | None = None
+        self._sample_stopped = False
         self._began = began
-        self._times: dict[str, float] = {"startup_s": kvengine.seconds_since_start() - began}
+        startup_s = kvengine.seconds_since_start() - began - fetch_s
+        self._times: dict[str, float] = {"startup_s": startup_s, "fetch_s": fetch_s}
         self._facts = PoolFacts(
             num_blocks=self._plan.kv.num_blocks,
             block_size=self._plan.kv.block_size,
@@ -117,8 +126,10 @@ class Run:
             "token_ids": ids,
         }
         if seq.request.prompt is not None:
+            stopped = output.finish_reason is FinishReason.STOP
             content |= {"prompt": seq.request.prompt, "text": self._tokenizer().decode(ids)}
-            if self._sample is None:
+            if self._sample is None or (stopped and not self._sample_stopped):
+                self._sample_stopped = stopped
                 self._sample = f"{seq.id}: {_short(content['prompt'])!r} -> {_short(content['text'])!r}"
         if self._directory is not None:
             self._directory.write_output(content)
@@ -190,8 +201,11 @@ class Run:
     def _time_line(self) -> str:
         first = self._times.get("first_token_s")
         said = "none" if first is None else f"{first:.2f} s after the command"
+        fetched = (
+            f"fetching the model {self._times['fetch_s']:.2f} s, " if self._times["fetch_s"] > 0.5 else ""
+        )
         return (
-            f"Start-up {self._times['startup_s']:.2f} s, model load {self._times['load_s']:.2f} s, "
+            f"Start-up {self._times['startup_s']:.2f} s, {fetched}model load {self._times['load_s']:.2f} s, "
             f"first token {said}."
         )
 
