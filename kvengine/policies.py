@@ -231,14 +231,16 @@ class Scheduler(Protocol):
     """Who runs this step, and for how many tokens.
 
     It acts only through the view, never touches memory or sequences, and must be deterministic. A plan that
-    schedules nothing although it could ends the run by name.
+    schedules nothing although it could ends the run by name. Subclass this Protocol to have the defaults.
     """
 
-    chunks: bool
+    chunks: bool = False
     """Whether a prefill may be split over steps."""
-    holds_finished: bool
+    holds_finished: bool = False
     """Whether finished rows keep seat and blocks until no row of their batch runs (static batching)."""
-    delivers_at_batch_end: bool
+    batch_open: bool = False
+    """Whether more rows will join the batch whose finished rows are held."""
+    delivers_at_batch_end: bool = False
     """Whether outputs are handed over only when such a batch has drained."""
 
     def schedule(self, view: SchedulingView) -> None: ...

@@ -102,6 +102,9 @@ class Registry:
         """The names registered for `kind`, sorted."""
         return sorted(name for entry_kind, name in self._entries if entry_kind == kind)
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(sorted(self._entries.values(), key=lambda entry: (KINDS.index(entry.kind), entry.name)))
 
@@ -138,6 +141,8 @@ def _load(point: importlib.metadata.EntryPoint) -> Registry:
     manager.check_pending()
     registry = Registry(_distribution(point))
     manager.hook.kvengine_register(registry=registry)
+    if not len(registry):
+        raise RuntimeError("registers nothing: is its kvengine_register marked with @hookimpl?")
     return registry
 
 

@@ -30,7 +30,7 @@ def summarize(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
     """
     steps, requests = tables["steps"], tables["requests"]
     status = requests["status"].cast(pa.string()).to_pylist()
-    served = requests.filter(pc.is_in(requests["status"].cast(pa.string()), pa.array(["finished", "unfinished", "aborted"])))
+    served = requests.filter(pc.not_equal(requests["status"].cast(pa.string()), "rejected"))
     output_tokens = _sum(served, "num_output_tokens")
     duration_s = _duration_s(steps, served)
     arrival = _array(served, "arrival_ns")
@@ -82,18 +82,30 @@ def _duration_s(steps: pa.Table, served: pa.Table) -> float:
 
 
 def _token_gaps_ms(tokens: pa.Table, steps: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """TPOT per sequence of two tokens and more, and all gaps between neighbouring tokens, in ms."""
-    step_numbers, ends = _array(steps, "step"), _array(steps, "end_ns")
-    moments: dict[tuple[str, int], list[np.ndarray]] = {}
-    rows = zip(*(tokens[name].to_pylist() for name in tokens.column_names), strict=True)
-    for request_id, choice, first_step, count in rows:
-        at = int(np.searchsorted(step_numbers, first_step))
-        moments.setdefault((request_id, choice), []).append(ends[at : at + count])
-    gaps = [np.diff(np.concatenate(runs)) / 1e6 for runs in moments.values()]
-    gaps = [g for g in gaps if len(g)]
-    if not gaps:
-        return np.empty(0), np.empty(0)
-    return np.array([g.mean() for g in gaps]), np.concatenate(gaps)
+    """TPOT per sequence of two tokens and more, and all gaps between neighbouring tokens, in ms.
+
+    Tokens of steps that a killed run did not record are left out.
+    """
+    ends = steps["end_ns"].to_numpy()
+    first = np.searchsorted(steps["step"].to_numpy(), tokens["first_step"].to_numpy())
+    count = np.minimum(tokens["num_steps"].to_numpy(), len(ends) - first)
+    owner = _sequence_numbers(tokens)
+    order = np.argsort(owner, kind="stable")
+    owner, first, count = owner[order], first[order], count[order]
+    in_run = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    moments, owner = ends[np.repeat(first, count) + in_run], np.repeat(owner, count)
+    same = owner[1:] == owner[:-1]
+    gaps = np.diff(moments)[same] / 1e6
+    num_gaps = np.bincount(owner[1:][same])
+    sums = np.bincount(owner[1:][same], weights=gaps)
+    return sums[num_gaps > 0] / num_gaps[num_gaps > 0], gaps
+
+
+def _sequence_numbers(tokens: pa.Table) -> np.ndarray:
+    """For every row, a number that stands for its request id and choice."""
+    request = tokens["request_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+    choice = tokens["choice"].to_numpy().astype(np.int64)
+    return request * (choice.max(initial=0) + 1) + choice
 
 
 def _memory(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:

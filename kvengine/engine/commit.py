@@ -24,7 +24,7 @@ def commit(context: SchedulingContext, plan: StepPlan, result: StepResult, now: 
             context.finish(seq, reason)
         if not delivers_late:
             outputs.append(_deliver(seq, token_ids, now))
-    if context.held and not context.num_running:
+    if context.held and not context.num_running and not context.scheduler.batch_open:
         released = context.release_held()
         if delivers_late:
             wanted = [seq for seq in released if seq.finish_reason is not FinishReason.ABORT]

@@ -45,7 +45,8 @@ class SchedulingContext:
         self._victim = victim
         self._preemption = preemption
         self._running: dict[Sequence, None] = {}
-        self._plan = StepPlan(step=-1, now_ns=0)
+        self._plan = StepPlan(step=0, now_ns=0)
+        self._next_step = 0
         self._inbox: list[Callable[[], None]] = []
         self._aborted: list[Sequence] = []
 
@@ -63,18 +64,18 @@ class SchedulingContext:
         """The next step; PolicyError, naming the policy, when one of them raises or breaks its contract."""
         self.now = now
         self.token_budget_left = self.limits.max_num_batched_tokens
-        self._plan = plan = StepPlan(step=self._plan.step + 1, now_ns=now)
+        self._plan = plan = StepPlan(step=self._next_step, now_ns=now)
         inbox, self._inbox = self._inbox, []
-        for message in inbox:
-            message()
         try:
+            for message in inbox:
+                message()
             self.scheduler.schedule(self)
         except PolicyError:
             raise
         except Exception as error:
-            raise self._broken(self.scheduler, f"raised {type(error).__name__}: {error}") from error
-        if plan.is_idle:
-            self._plan.step -= 1
+            raise self._broken(self._raiser(error), f"raised {type(error).__name__}: {error}") from error
+        if not plan.is_idle:
+            self._next_step += 1
         return plan
 
     def take_aborted(self) -> list[Sequence]:
@@ -98,6 +99,11 @@ class SchedulingContext:
         for seq in released:
             self._free(seq)
         return released
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a message, a running sequence or a held row waits for the next plan."""
+        return bool(self._inbox or self._running or self.held)
 
     @property
     def num_running(self) -> int:
@@ -203,14 +209,21 @@ class SchedulingContext:
         if len(self._running) + len(self.held) >= self.limits.max_num_seqs:
             return Refusal(Reason.MAX_NUM_SEQS)
         if count < (1 if self.scheduler.chunks else uncomputed):
-            return Refusal(Reason.NO_TOKEN_BUDGET, f"{self.token_budget_left} left")
+            return Refusal(Reason.NO_TOKEN_BUDGET, f"{uncomputed} needed, {count} allowed")
         return self._admission.refuses(seq, self)
 
     def _add_row(self, seq: Sequence, count: int) -> None:
+        """Schedule `count` more tokens of `seq`, in the row it has in this plan if it has one."""
         start = seq.num_computed_tokens + seq.num_scheduled_tokens
+        samples = start + count == len(seq.token_ids)
+        if seq.num_scheduled_tokens:
+            row = next(row for row in self._plan.rows if row.seq is seq)
+            row.num_tokens += count
+            row.samples = samples
+        else:
+            self._plan.rows.append(ScheduledRow(seq, start, count, samples))
         seq.num_scheduled_tokens += count
         self.token_budget_left -= count
-        self._plan.rows.append(ScheduledRow(seq, start, count, start + count == len(seq.token_ids)))
 
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Get slots for `seq` up to token `end`, preempting as needed; False when `seq` itself gave way."""
@@ -289,6 +302,20 @@ class SchedulingContext:
         seq.finish_reason = FinishReason.ABORT
         self._aborted.append(seq)
         self._record(Decision(Action.ABORT, seq, num_blocks=freed, num_free_before=free))
+
+    def _raiser(self, error: Exception) -> object:
+        """The policy in whose code `error` was raised: the innermost of ours on its traceback."""
+        policies = (
+            self.scheduler, self.waiting, self._admission, self._victim, self._preemption, self.allocator
+        )  # fmt: skip
+        found: object = self.scheduler
+        trace = error.__traceback__
+        while trace is not None:
+            inside = trace.tb_frame.f_locals.get("self")
+            if any(inside is policy for policy in policies):
+                found = inside
+            trace = trace.tb_next
+        return found
 
     def _record(self, decision: Decision) -> None:
         self._plan.decisions.append(decision)

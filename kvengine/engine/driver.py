@@ -11,6 +11,9 @@ from kvengine.core.request import Request
 from kvengine.engine.engine import Engine
 from kvengine.policies import Workload
 
+MAX_FRUITLESS_WAKES = 1000
+"""So many times in a row may a policy be asked again at the moment it named and schedule nothing."""
+
 
 @dataclass(slots=True)
 class DriverReport:
@@ -45,6 +48,7 @@ class Driver:
         self._on_rejected = on_rejected
         self._interrupted = interrupted
         self._start_ns = engine.clock.now()
+        self._num_fruitless_wakes = 0
         self.report = DriverReport()
 
     def run(self) -> DriverReport:
@@ -55,6 +59,7 @@ class Driver:
             if isinstance(outputs, Idle):
                 self._wait(outputs.wake_at)
                 continue
+            self._num_fruitless_wakes = 0
             self._on_outputs(outputs)
         self.report.interrupted = bool(self._next or self._engine.has_unfinished)
         return self.report
@@ -81,10 +86,13 @@ class Driver:
 
     def _wait(self, wake_at: int | None) -> None:
         """Until the next arrival or `wake_at`; EngineStalledError if there is neither and somebody waits."""
-        moments = [] if wake_at is None else [wake_at]
+        moments = []
         if self._next is not None and not self._concurrency:
             moments.append(self._next.arrival_ns + self._start_ns)
+        if wake_at is not None and self._num_fruitless_wakes < MAX_FRUITLESS_WAKES:
+            moments.append(wake_at)
         if moments:
             self._engine.clock.wait_until(min(moments))
+            self._num_fruitless_wakes += wake_at is not None and self._engine.clock.now() >= wake_at
         elif self._engine.has_unfinished:
             raise self._engine.stalled()

@@ -40,9 +40,9 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Let `request` wait; RequestError if its id is in use or it can never be served."""
         try:
+            sequences = self._intake.sequences(request)
             if request.id in self._live:
                 raise RequestError(request.id, "this id is in use by an unfinished request")
-            sequences = self._intake.sequences(request)
         except RequestError as error:
             self.recorder.rejected(request, error, self.clock.now())
             raise
@@ -57,8 +57,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any accepted request is unfinished."""
-        return bool(self._live)
+        """Whether any accepted request is unfinished, or an abort has yet to take effect."""
+        return bool(self._live) or self.context.has_work
 
     @property
     def num_unfinished(self) -> int:
@@ -75,6 +75,7 @@ class Engine:
         self._note_aborted()
         if plan.is_idle:
             self.context.check_integrity()
+            self.recorder.idle(plan)
             return Idle(plan.wake_at)
         result = self._execute(plan)
         self.clock.advance(result.duration_ns)

@@ -37,6 +37,8 @@ class Intake:
 
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of `request`; RequestError, naming the limit and both numbers, if it cannot run."""
+        ordinal = self._num_requests
+        self._num_requests += 1  # counted even if refused, so that the seeds of the others do not depend on it
         self._check_prompt(request)
         problem = request.sampling.problem(self._vocab_size)
         if problem:
@@ -53,8 +55,7 @@ class Intake:
             stop_ids = frozenset()
         seed = request.sampling.seed
         if seed is None:
-            seed = derive_seed(self._seed, self._num_requests)
-        self._num_requests += 1
+            seed = derive_seed(self._seed, ordinal)
         made = []
         for choice in range(request.sampling.n):
             made.append(

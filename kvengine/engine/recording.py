@@ -27,6 +27,10 @@ class Recorder(Protocol):
         """`plan` was executed (result.token_ids row by row) and committed at `end_ns`."""
         ...
 
+    def idle(self, plan: StepPlan) -> None:
+        """`plan` had nothing to execute; its decisions say why the waiting wait."""
+        ...
+
     def finished(self, seq: Sequence, now: int) -> None:
         """`seq` ended: delivered in full, or aborted."""
         ...
@@ -40,6 +44,8 @@ class NullRecorder:
     """Keeps nothing."""
 
     def step(self, plan: StepPlan, result: StepResult, pool: PoolState, end_ns: int) -> None: ...
+
+    def idle(self, plan: StepPlan) -> None: ...
 
     def finished(self, seq: Sequence, now: int) -> None: ...
 

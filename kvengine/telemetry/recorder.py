@@ -54,7 +54,7 @@ class ColumnRecorder:
         prefill = decode = sampled = 0
         for row in plan.rows:
             sampled += row.samples
-            if row.num_tokens == 1 and row.start >= row.seq.num_prompt_tokens:
+            if row.samples and row.num_tokens == 1 and row.start >= row.seq.num_prompt_tokens:
                 decode += 1
             else:
                 prefill += row.num_tokens
@@ -69,14 +69,20 @@ class ColumnRecorder:
                 pool.num_running, pool.num_held, pool.num_waiting, pool.num_free_blocks, pool.num_tokens_held,
             )
         )  # fmt: skip
-        self._flush_full()
+        self._flush_full(plan.step)
         self._spent_ns += time.perf_counter_ns() - began
+
+    def idle(self, plan: StepPlan) -> None:
+        for decision in plan.decisions:
+            self._decision(plan, decision)
 
     def finished(self, seq: Sequence, now: int) -> None:
         began = time.perf_counter_ns()
-        reason = seq.finish_reason
-        status = {None: "unfinished", FinishReason.ABORT: "aborted"}.get(reason, "finished")
-        times = seq.times
+        times, reason = seq.times, seq.finish_reason
+        if times.finished_ns is None:  # also the end of a static batch's row that was not handed over
+            status, reason = "unfinished", None
+        else:
+            status = "aborted" if reason is FinishReason.ABORT else "finished"
         self._rows["requests"].append(
             (
                 seq.request.id, seq.choice, seq.request.pair_key, status, reason and reason.value, None,
@@ -85,16 +91,20 @@ class ColumnRecorder:
                 seq.num_recomputed_tokens,
             )
         )  # fmt: skip
-        self._rows["tokens"] += [(seq.request.id, seq.choice, first, count) for first, count in seq.token_runs]
+        self._rows["tokens"] += [
+            (seq.request.id, seq.choice, first, count) for first, count in seq.token_runs
+        ]
         self._spent_ns += time.perf_counter_ns() - began
 
     def rejected(self, request: Request, error: RequestError, now: int) -> None:
+        began = time.perf_counter_ns()
         self._rows["requests"].append(
             (
                 request.id, 0, request.pair_key, "rejected", None, error.problem, len(request.prompt_token_ids),
                 0, request.arrival_ns, None, None, None, None, 0, 0,
             )
         )  # fmt: skip
+        self._spent_ns += time.perf_counter_ns() - began
 
     def flush(self) -> None:
         """Write all that is pending as parts, refusals that still run included."""
@@ -104,7 +114,10 @@ class ColumnRecorder:
 
     def tables(self) -> dict[str, pa.Table]:
         """All that was recorded so far; call `flush` first."""
-        return {name: pa.concat_tables([SCHEMAS[name].empty_table(), *parts]) for name, parts in self._parts.items()}
+        return {
+            name: pa.concat_tables([SCHEMAS[name].empty_table(), *parts])
+            for name, parts in self._parts.items()
+        }
 
     def _decision(self, plan: StepPlan, decision: Decision) -> None:
         """Record it; a refusal equal to one of the step before lengthens that one instead."""
@@ -133,11 +146,12 @@ class ColumnRecorder:
                 self._rows["decisions"].append(tuple(row))
                 del self._open[key]
 
-    def _flush_full(self) -> None:
+    def _flush_full(self, step: int) -> None:
+        """Write the tables that have a part's worth of rows; refusals of this `step` may go on and stay."""
         for name, rows in self._rows.items():
             if len(rows) >= ROWS_PER_PART:
                 if name == "decisions":
-                    self._close_refusals(before=self._rows["steps"][-1][0] if self._rows["steps"] else None)
+                    self._close_refusals(before=step)
                 self._flush(name)
 
     def _flush(self, name: str) -> None:

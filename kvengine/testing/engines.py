@@ -108,6 +108,8 @@ class TestEngine:
         for _ in range(max_steps):
             if not self.engine.has_unfinished:
                 return self.outputs
-            if not self.step():
+            if not self.step() and self.engine.has_unfinished:
                 raise self.engine.stalled()
+        if not self.engine.has_unfinished:
+            return self.outputs
         raise AssertionError(f"not done after {max_steps} steps")

@@ -45,6 +45,9 @@ class StepLog:
             )
         )
 
+    def idle(self, plan: StepPlan) -> None:
+        """Not a step."""
+
     def finished(self, seq: Sequence, now: int) -> None:
         self.finished_sequences.append(seq)
 

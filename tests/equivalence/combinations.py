@@ -140,9 +140,7 @@ def serve(config: Mapping[str, Any]) -> Outcome:
     plan = blueprint(config, REGISTRY)
     outcome = Outcome({}, {}, StepLog())
     engine = plan.engine(outcome.log)
-    report = Driver(
-        engine, plan.workload, on_outputs=lambda outputs: _take(engine, outputs, outcome)
-    ).run()
+    report = Driver(engine, plan.workload, on_outputs=lambda outputs: _take(engine, outputs, outcome)).run()
     engine.close()
     assert not report.rejected
     assert len(outcome.finish_reasons) == plan.workload.num_requests

@@ -91,7 +91,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "granite": architecture("GraniteConfig", {"attention_multiplier": 0.25}, attention_multiplier=0.1),
     "mixtral": architecture("MixtralConfig", **EXPERTS),
-    "cohere2": architecture("Cohere2Config", NO_WINDOW, sliding_window=WINDOW, layer_types=MIXED, logit_scale=1.0),
+    "cohere2": architecture(
+        "Cohere2Config", NO_WINDOW, sliding_window=WINDOW, layer_types=MIXED, logit_scale=1.0
+    ),
     "smollm3": architecture("SmolLM3Config", no_rope_layers=[1, 0]),
 }
 

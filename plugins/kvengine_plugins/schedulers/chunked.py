@@ -6,15 +6,13 @@ Source: Sarathi-Serve (Agrawal et al., OSDI 2024, algorithm 3).
 from __future__ import annotations
 
 from kvengine.core.reasons import Reason
-from kvengine.policies import SchedulingView
+from kvengine.policies import Scheduler, SchedulingView
 
 
-class ChunkedScheduler:
+class ChunkedScheduler(Scheduler):
     """Every running decode gets its token; what is left of the budget goes to prefills, oldest first."""
 
     chunks = True
-    holds_finished = False
-    delivers_at_batch_end = False
 
     def schedule(self, view: SchedulingView) -> None:
         for seq in view.running:

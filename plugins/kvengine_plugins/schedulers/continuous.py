@@ -6,15 +6,11 @@ their own as vLLM's first scheduler had it.
 
 from __future__ import annotations
 
-from kvengine.policies import SchedulingView
+from kvengine.policies import Scheduler, SchedulingView
 
 
-class ContinuousScheduler:
+class ContinuousScheduler(Scheduler):
     """A step is either the prefill of all that may enter, or one token for everybody who runs."""
-
-    chunks = False
-    holds_finished = False
-    delivers_at_batch_end = False
 
     def schedule(self, view: SchedulingView) -> None:
         admitted = 0

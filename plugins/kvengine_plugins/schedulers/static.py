@@ -50,8 +50,13 @@ class StaticScheduler:
         self._members: list[Sequence] = []
         self._width = 0
 
+    @property
+    def batch_open(self) -> bool:
+        return bool(self._members)
+
     def schedule(self, view: SchedulingView) -> None:
-        if not self._members and not any(view.running):
+        self._members = [seq for seq in self._members if seq.state is not SequenceState.FINISHED]
+        if not (self._members or view.held or any(view.running)):
             self._form_batch(view)
         if self._members and self._prefill(view):
             view.stop(Reason.BATCH_FORMING)
@@ -77,7 +82,7 @@ class StaticScheduler:
 
     def _prefill(self, view: SchedulingView) -> bool:
         """Enter as many members as the budget holds padded; memory that is refused closes the batch."""
-        members = [seq for seq in self._members if seq.state is not SequenceState.FINISHED]
+        members = self._members
         entered = 0
         while members and view.token_budget_left >= self._width:
             tokens = view.admit(members[0])

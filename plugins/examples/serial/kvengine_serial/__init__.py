@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvengine.core.errors import ConfigError
 from kvengine.core.reasons import Reason
 from kvengine.hookspecs import hookimpl
-from kvengine.policies import SchedulingView
+from kvengine.policies import Scheduler, SchedulingView
 
 if TYPE_CHECKING:
     from kvengine.registry import Registry
@@ -27,12 +27,8 @@ class SerialConfig:
             raise ConfigError("scheduler.at_once", self.at_once, "must be at least 1")
 
 
-class SerialScheduler:
+class SerialScheduler(Scheduler):
     """The next sequence enters when one of `at_once` has ended."""
-
-    chunks = False
-    holds_finished = False
-    delivers_at_batch_end = False
 
     def __init__(self, config: SerialConfig) -> None:
         self._at_once = config.at_once

@@ -1,0 +1,306 @@
+"""Preemption by recompute: cases D1 to D4 and D6 of known-failures.md, with variants of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvengine.core.sequence import Sequence
+from kvengine.registry import Registry, discover
+from kvengine.testing.engines import TestEngine
+from kvengine.testing.sources import checksum_output
+from kvengine_plugins.schedulers.chunked import ChunkedScheduler
+
+REGISTRY = discover()
+SCHEDULERS = REGISTRY.names("scheduler")
+VICTIMS = REGISTRY.names("victim")
+QUEUES = REGISTRY.names("queue")
+BATCHING = ("chunked", "continuous", "static")
+"""Schedulers that let several enter as soon as their prompts fit, so that these loads must preempt."""
+
+GOLDEN = {
+    "a": ([1, 2, 3, 4, 5, 6, 7, 8], [240, 150, 154, 102, 83, 171, 69, 115]),
+    "b": ([11, 12, 13, 14, 15, 16, 17, 18], [98, 236, 96, 159, 71, 3, 59, 206]),
+}
+
+
+def assert_whole_and_free(engine: TestEngine, num_sequences: int, num_new: int) -> None:
+    """Every sequence has all its tokens, each delivered once, and nobody owns a block any more."""
+    assert len(engine.log.finished_sequences) == num_sequences
+    for seq in engine.log.finished_sequences:
+        assert seq.num_output_tokens == num_new
+        assert engine.outputs[seq.id] == seq.token_ids[seq.num_prompt_tokens :]
+        sampled_in = [step.step for step in engine.log.steps if seq.id in step.sampled]
+        assert len(sampled_in) == num_new
+        runs = [step for first, length in seq.token_runs for step in range(first, first + length)]
+        assert runs == sampled_in
+    context = engine.engine.context
+    assert context.num_free_blocks == context.allocator.num_blocks
+    assert context.num_tokens_held == 0
+    assert not context.num_running
+    assert not context.held
+    assert not len(context.waiting)
+
+
+def assert_no_victim_is_scheduled(engine: TestEngine, budget: int) -> None:
+    for step in engine.log.steps:
+        assert not set(step.preempted) & set(step.scheduled)
+        assert sum(step.scheduled.values()) + step.num_idle_rows + step.num_padding_tokens <= budget
+
+
+# ---- D1: recompute preemption is invisible
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("queue", QUEUES)
+def test_d1_golden_outputs_under_preemption(scheduler, victim, queue):
+    engine = TestEngine(
+        registry=REGISTRY,
+        block_size=4,
+        num_blocks=6,
+        policies={"scheduler": scheduler, "victim": victim, "queue": queue},
+    )
+    for name, (prompt, _) in GOLDEN.items():
+        engine.add(name, prompt, 8)
+    engine.run(max_steps=100)
+    assert engine.outputs == {name: output for name, (_, output) in GOLDEN.items()}
+    assert engine.finish_reasons == {"a": "length", "b": "length"}
+    if scheduler in BATCHING:
+        assert engine.log.num_preemptions >= 1
+    assert_whole_and_free(engine, num_sequences=2, num_new=8)
+
+
+def test_d1_victim_keeps_its_first_token_time_and_counts_what_it_recomputes():
+    engine = TestEngine(block_size=4, num_blocks=6)
+    for name, (prompt, _) in GOLDEN.items():
+        engine.add(name, prompt, 8)
+    engine.run()
+    a, b = sorted(engine.log.finished_sequences, key=lambda seq: seq.order)
+    # Both take 2 blocks for the prompt and a third at step 1; at step 5 slot 12 needs a fourth, and b gives
+    # way. a ends at step 7, so b resumes at step 8 with 8 + 5 tokens, 12 of them computed before.
+    assert [step.preempted for step in engine.log.steps] == [()] * 5 + [("b",)] + [()] * 5
+    assert (a.num_preemptions, a.num_recomputed_tokens) == (0, 0)
+    assert (b.num_preemptions, b.num_recomputed_tokens) == (1, 12)
+    assert engine.log.steps[8].scheduled == {"b": 13}
+    assert len(engine.log.steps) == 11
+    assert b.times.first_token_ns == a.times.first_token_ns == 10_000_000
+    assert b.times.last_token_ns == b.times.finished_ns == 110_000_000
+    assert b.num_prompt_tokens == 8
+    assert (a.token_runs, b.token_runs) == ([[0, 8]], [[0, 5], [8, 3]])
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
+def test_d1_three_requests_with_two_choices_each(scheduler, block_size):
+    prompts = {"x": [5, 4, 3], "y": [250, 0, 17, 99, 3, 8, 21], "z": [7]}
+    engine = TestEngine(
+        registry=REGISTRY,
+        block_size=block_size,
+        num_blocks=-(-17 // block_size),
+        policies={"scheduler": scheduler},
+    )
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 9, n=2)
+    engine.run(max_steps=300)
+    expected = {name: checksum_output(prompt, 9) for name, prompt in prompts.items()}
+    assert engine.outputs == {f"{name}/{choice}": expected[name] for name in prompts for choice in (0, 1)}
+    if scheduler in BATCHING:
+        assert engine.log.num_preemptions >= 1
+    assert_whole_and_free(engine, num_sequences=6, num_new=9)
+
+
+# ---- D2: no thrash from admitting by first chunk only
+
+
+@pytest.mark.parametrize(("num_requests", "num_blocks"), [(2, 14), (3, 16), (3, 27)])
+def test_d2_whole_prompt_admission_never_thrashes(num_requests, num_blocks):
+    engine = TestEngine(block_size=4, num_blocks=num_blocks, max_num_batched_tokens=8)
+    for i in range(num_requests):
+        engine.add(f"r{i}", range(i, i + 40), 16)
+    engine.run(max_steps=200)
+    assert engine.log.num_preemptions == 0
+    assert engine.outputs == {f"r{i}": checksum_output(range(i, i + 40), 16) for i in range(num_requests)}
+
+
+class CappedChunks(ChunkedScheduler):
+    """Several prefills at a time, each at most 4 tokens a step, so that most of a prompt is promised."""
+
+    def schedule(self, view) -> None:
+        for seq in view.running:
+            view.schedule(seq, 4)
+        while len(view.waiting) and view.admit(view.waiting.peek(), 4):
+            pass
+
+
+def test_d2_blocks_promised_to_prefills_in_progress_are_not_given_away():
+    registry = discover()
+    registry.add("scheduler", "capped", lambda config, build: CappedChunks(), summary="")
+    engine = TestEngine(registry=registry, block_size=4, num_blocks=14, policies={"scheduler": "capped"})
+    for i in range(3):
+        engine.add(f"r{i}", range(i, i + 40), 2)
+    engine.run(max_steps=100)
+    # A prompt takes 10 blocks, one each in steps 0 to 9; slot 40 takes the eleventh in step 10, its last.
+    first_steps = {
+        f"r{i}": next(s.step for s in engine.log.steps if f"r{i}" in s.scheduled) for i in range(3)
+    }
+    assert first_steps == {"r0": 0, "r1": 11, "r2": 22}
+    assert engine.log.num_preemptions == 0
+    assert engine.outputs == {f"r{i}": checksum_output(range(i, i + 40), 2) for i in range(3)}
+
+
+# ---- D3: progress under pressure
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize(("num_blocks", "max_steps", "max_preemptions"), [(6, 60, 20), (4, 80, 20)])
+def test_d3_five_requests_end_under_pressure(scheduler, victim, num_blocks, max_steps, max_preemptions):
+    engine = TestEngine(
+        registry=REGISTRY,
+        block_size=4,
+        num_blocks=num_blocks,
+        policies={"scheduler": scheduler, "victim": victim},
+    )
+    prompts = {f"r{i}": range(10 * i + 1, 10 * i + 9) for i in range(5)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 8)
+    engine.run(max_steps=200)
+    assert engine.outputs == {name: checksum_output(prompt, 8) for name, prompt in prompts.items()}
+    assert len(engine.log.steps) <= max_steps
+    assert engine.log.num_preemptions <= max_preemptions
+    assert all(step.scheduled for step in engine.log.steps)
+    assert_whole_and_free(engine, num_sequences=5, num_new=8)
+
+
+def test_d3_two_half_pool_holders_do_not_wait_for_each_other():
+    engine = TestEngine(block_size=1, num_blocks=8)
+    engine.add("a", [1, 2, 3, 4], 5)
+    engine.add("b", [5, 6, 7, 8], 5)  # both fill half of the pool, and both need the whole of it
+    engine.run(max_steps=20)
+    assert engine.outputs == {"a": checksum_output([1, 2, 3, 4], 5), "b": checksum_output([5, 6, 7, 8], 5)}
+    # a alone takes 5 steps; b gives way at once and, resumed with 5 tokens, takes 4 more.
+    assert len(engine.log.steps) == 9
+    assert [step.preempted for step in engine.log.steps] == [(), ("b",), *[()] * 7]
+
+
+# ---- D4: a victim leaves the batch it was in
+
+
+class FirstCandidate:
+    """Preempts the first in order of admission, so that the victim is often scheduled already."""
+
+    def choose(self, candidates: list[Sequence], needy: Sequence) -> Sequence:
+        return candidates[0]
+
+
+class WatchedChunked(ChunkedScheduler):
+    """The chunked scheduler; notes what is left of the budget when it is done."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def schedule(self, view) -> None:
+        super().schedule(view)
+        self.left.append(view.token_budget_left)
+
+
+def watched_registry() -> Registry:
+    registry = discover()
+    registry.add("victim", "first_candidate", lambda config, build: FirstCandidate(), summary="")
+    registry.add("scheduler", "watched", lambda config, build: WatchedChunked(), summary="")
+    return registry
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("victim", [*VICTIMS, "first_candidate"])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("num_blocks", [4, 6, 9])
+def test_d4_no_victim_is_scheduled_in_its_step(scheduler, victim, n, num_blocks):
+    budget = 16
+    engine = TestEngine(
+        registry=watched_registry(),
+        block_size=4,
+        num_blocks=num_blocks,
+        max_model_len=16,
+        max_num_batched_tokens=budget,
+        policies={"scheduler": scheduler, "victim": victim},
+    )
+    prompts = {f"r{i}": range(10 * i + 1, 10 * i + 9) for i in range(5)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, 8, n=n)
+    engine.run(max_steps=300)
+    assert_no_victim_is_scheduled(engine, budget)
+    for output_id, output in engine.outputs.items():
+        assert output == checksum_output(prompts[output_id.split("/")[0]], 8)
+    assert_whole_and_free(engine, num_sequences=5 * n, num_new=8)
+
+
+def test_d4_tokens_of_a_victim_go_back_to_the_budget():
+    engine = TestEngine(
+        registry=watched_registry(),
+        block_size=2,
+        num_blocks=7,
+        max_num_batched_tokens=10,
+        policies={"scheduler": "watched", "victim": "first_candidate"},
+    )
+    for i, length in enumerate([2, 3, 2, 2]):
+        engine.add(f"r{i}", range(i, i + length), 4)
+    engine.run(max_steps=50)
+    scheduler = engine.engine.context.scheduler
+    assert isinstance(scheduler, WatchedChunked)
+    used = [sum(step.scheduled.values()) for step in engine.log.steps]
+    assert scheduler.left == [10 - tokens for tokens in used]
+    # Step 0 gives r1 two blocks and the others one, 5 of 7. In step 1 r0 and then r2 take the last two for
+    # their slot 2, r1 has room for its slot 3, and r3 needs a block: r1, already scheduled, is the first
+    # candidate.
+    assert engine.log.steps[1].scheduled == {"r0": 1, "r2": 1, "r3": 1}
+    assert engine.log.steps[1].preempted == ("r1",)
+    assert scheduler.left[1] == 7
+
+
+def test_d4_the_latest_to_arrive_gives_way():
+    engine = TestEngine(block_size=1, num_blocks=6)
+    for i, name in enumerate("abc"):
+        engine.add(name, [i, i + 1], 2)
+    engine.run(max_steps=10)
+    # The prompts fill the pool; in step 1 a needs a block and c gives its two, of which b takes the other.
+    assert [step.scheduled for step in engine.log.steps] == [
+        dict.fromkeys("abc", 2),
+        {"a": 1, "b": 1},
+        {"c": 3},
+    ]
+    assert engine.log.steps[1].preempted == ("c",)
+
+
+def test_d4_a_victim_waits_before_those_who_came_after_it():
+    engine = TestEngine(block_size=1, num_blocks=6, max_num_seqs=2)
+    engine.add("a", [1, 2, 3], 4)
+    engine.add("b", [4, 5, 6], 4)
+    engine.add("c", [7], 1)
+    engine.run(max_steps=20)
+    # b gives way in step 1 and needs 4 blocks to come back; c needs only one of the two that are free then.
+    assert [step.scheduled for step in engine.log.steps[:5]] == [
+        {"a": 3, "b": 3},
+        {"a": 1},
+        {"a": 1},
+        {"a": 1},
+        {"b": 4, "c": 1},
+    ]
+
+
+# ---- D6: several choices with preemption (no allocator shares yet: each choice has its own prompt blocks)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("num_blocks", [4, 10])
+def test_d6_three_choices_of_two_requests(scheduler, num_blocks):
+    engine = TestEngine(
+        registry=REGISTRY, block_size=4, num_blocks=num_blocks, policies={"scheduler": scheduler}
+    )
+    for name, (prompt, _) in GOLDEN.items():
+        engine.add(name, prompt, 8, n=3)
+    engine.run(max_steps=300)
+    assert engine.outputs == {f"{name}/{i}": output for name, (_, output) in GOLDEN.items() for i in range(3)}
+    if scheduler in BATCHING:
+        assert engine.log.num_preemptions >= 1
+    assert_whole_and_free(engine, num_sequences=6, num_new=8)
