@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 from kvengine.assemble import blueprint
 from kvengine.compose import composer
 from kvengine.core.errors import ConfigError, KvEngineError, ModelError
-from kvengine.executors.hf_model import ATTENTION_NAME, paged_attention_forward
+from kvengine.engine.driver import Driver
+from kvengine.executors.hf_model import ATTENTION_NAME, _Step, paged_attention_forward
 from kvengine.registry import discover
 
 REGISTRY = discover()
@@ -106,6 +106,27 @@ def test_more_positions_than_the_checkpoint_has_are_refused(base: dict[str, Any]
     assert "100" in error.problem
 
 
+def test_positions_end_where_rope_would_change_for_all_rows(base: dict[str, Any], tmp_path: Path) -> None:
+    """Beyond its original positions a longrope model turns all rows of a batch when one of them is there."""
+    path = save_config(
+        tmp_path,
+        "Phi3Config",
+        max_position_embeddings=400,
+        original_max_position_embeddings=100,
+        rope_parameters={"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=1,
+    )
+    error = refusal(base, path, max_model_len=101)
+    assert isinstance(error, ConfigError)
+    assert error.key == "engine.max_model_len"
+    assert "100" in error.problem
+    engine = {**base["engine"], "max_model_len": 100}
+    blueprint({**base, "model": {"name": "hf", "path": str(path)}, "engine": engine}, REGISTRY)
+
+
 def test_no_path_is_an_error_by_key(base: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         blueprint({**base, "model": {"name": "hf"}}, REGISTRY)
@@ -140,8 +161,7 @@ class Backend:
 def attend(backend: Backend | None = None, heads: int = 2, **arguments: Any) -> torch.Tensor:
     """paged_attention_forward over one layer, 3 tokens, 4 query heads and `heads` KV heads of size 8."""
     caches = [(torch.zeros(16, 2, 8), torch.zeros(16, 2, 8))]
-    slots = torch.arange(3)
-    step = SimpleNamespace(caches=caches, slot_mapping=slots, backend=backend or Backend(), plan=None)
+    step = _Step(caches, torch.arange(3), backend or Backend(), None)
     module = torch.nn.Module()
     module.layer_idx = 0
     query, key, value = (torch.ones(1, h, 3, 8) for h in (4, heads, heads))
@@ -206,3 +226,54 @@ def test_transformers_calls_it_for_every_layer() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ModelError, match="LlamaAttention passes position_bias"):
         model(torch.zeros(1, 3, dtype=torch.long), use_cache=False, kvengine_step=None, position_bias=1)
+
+
+# ---- layers that would be served wrong without a word
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("DiffLlamaConfig", {}, "more than once in layer 0"),
+        (
+            "PhimoeConfig",
+            {"sliding_window": 8, "num_local_experts": 2},
+            r"layers \[0, 1\] .*sliding_window=8",
+        ),
+        ("NemotronConfig", {"head_dim": 8}, "does not pass on"),
+    ],
+    ids=["attends_twice", "keeps_its_window_to_itself", "drops_arguments"],
+)
+def test_layers_that_use_attention_in_another_way_end_the_run(
+    name: str, settings: dict[str, Any], problem: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    config = getattr(transformers, name)(**SMALL, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"prompt_token_ids": [1, 2, 3], "max_tokens": 2}')
+    plan = blueprint(
+        {
+            **base,
+            "model": {"name": "hf", "path": str(tmp_path)},
+            "workload": {"name": "jsonl", "path": str(requests)},
+            "executor": {"name": "torch", "device": "cpu"},
+            "engine": {**base["engine"], "max_model_len": 64, "num_blocks": 4},
+        },
+        REGISTRY,
+    )
+    with pytest.raises(ModelError, match=problem) as caught:
+        Driver(plan.engine(), plan.workload).run()
+    assert "\n" not in str(caught.value)

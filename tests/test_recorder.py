@@ -46,25 +46,18 @@ class Tee:
     """Tells several recorders the same."""
 
     def __init__(self, *recorders: Any) -> None:
-        self.recorders = recorders
+        self._recorders = recorders
 
-    def step(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.step(*told, **named)
-
-    def finished(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.finished(*told, **named)
-
-    def rejected(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.rejected(*told, **named)
+    def __getattr__(self, name: str) -> Any:
+        calls = [getattr(recorder, name) for recorder in self._recorders]
+        return lambda *told: [call(*told) for call in calls]
 
 
 def recorded(sink: Any = None, **settings: Any) -> tuple[TestEngine, ColumnRecorder]:
     """An engine that is recorded and logged."""
     test_engine, recorder = TestEngine(**settings), ColumnRecorder(sink)
-    test_engine.engine.recorder = Tee(test_engine.log, recorder)
+    tee: Any = Tee(test_engine.log, recorder)
+    test_engine.engine.recorder = tee
     return test_engine, recorder
 
 
@@ -315,6 +308,31 @@ def test_a_refusal_goes_on_over_the_end_of_a_part(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_decisions_of_plans_without_work_are_recorded() -> None:
+    """A static batch that waits for a second member, and the abort of the only one that runs."""
+    test_engine, recorder = recorded(
+        policies={"scheduler": "static"}, settings={"scheduler": {"max_wait_s": 0.02}}
+    )
+    test_engine.add("a", range(8), 8)
+    test_engine.step()
+    assert test_engine.log.steps == []
+    test_engine.step()
+    test_engine.engine.abort("a")
+    test_engine.step()
+    recorder.flush()
+    tables = recorder.tables()
+    assert len(tables["steps"]) == 1
+    assert rows(tables["decisions"], "first_step", "action", "reason", "time_ns", action="stop") == [
+        (0, "stop", "BATCH_FORMING", 0)
+    ]
+    assert rows(tables["decisions"], "request_id", "time_ns", "num_blocks", action="abort") == [
+        ("a", 30 * MS, 1)
+    ]
+    assert rows(tables["requests"], "status", "finish_reason", "num_output_tokens") == [
+        ("aborted", "abort", 1)
+    ]
+
+
 # ---- parts on disk
 
 
@@ -438,4 +456,5 @@ def test_time_in_every_call_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     record_steps(recorder, {0: [], 1: []})
     recorder.finished(sequence("a"), 0)
     recorder.rejected(sequence("b").request, RequestError("b", "too long"), 0)
-    assert recorder.seconds == pytest.approx(4 * 5e-9)
+    recorder.idle(StepPlan(step=2, now_ns=0, decisions=[refuse(None)]))
+    assert recorder.seconds == pytest.approx(5 * 5e-9)

@@ -19,6 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvengine.core.errors import RequestError
+from kvengine.core.sequence import SequenceState
+from kvengine.policies import SchedulingView
+from kvengine.registry import discover
 from kvengine.telemetry import spans as spans_module
 from kvengine.telemetry.phases import lives
 from kvengine.telemetry.recorder import ColumnRecorder
@@ -26,6 +29,8 @@ from kvengine.telemetry.spans import MAX_LINKS, SPANS_PER_LINE, RunFacts, write_
 from kvengine.telemetry.step_sampling import WINDOW_NS, StepSample, sample_steps
 from kvengine.telemetry.tables import columns
 from kvengine.testing.engines import TestEngine
+from kvengine_plugins.schedulers.chunked import ChunkedScheduler
+from kvengine_plugins.schedulers.continuous import ContinuousScheduler
 
 MS = 1_000_000
 EPOCH = 1_700_000_000_123_456_789
@@ -36,27 +41,45 @@ POLICIES = {
     "chunked": CHUNKED,
     "chunked_tight": {**CHUNKED, "max_num_batched_tokens": 3, "max_num_seqs": 3},
     "continuous": {"policies": {"scheduler": "continuous"}, **PRESSED},
+    "admit_first": {"policies": {"scheduler": "admit_first"}, **PRESSED},
     "static": {"policies": {"scheduler": "static"}, "max_num_seqs": 3, "num_blocks": 9, "block_size": 4},
 }
+
+
+class AdmitFirst(ContinuousScheduler):
+    """A plug-in that lets newcomers in before the running grow, so that a plan may admit and preempt one."""
+
+    def schedule(self, view: SchedulingView) -> None:
+        running = list(view.running)
+        while len(view.waiting) and view.admit(view.waiting.peek()):
+            pass
+        for seq in running:
+            if seq.state is SequenceState.RUNNING:
+                view.schedule(seq, max_tokens=1)
+
+
+class NowAndThen(ChunkedScheduler):
+    """A plug-in that gives prefills a chunk of four tokens in every third step."""
+
+    def schedule(self, view: SchedulingView) -> None:
+        for seq in view.running:
+            if not seq.is_prefilling:
+                view.schedule(seq, max_tokens=1)
+            elif view.now % (30 * MS) == 0:
+                view.schedule(seq, max_tokens=4)
+        if len(view.waiting):
+            view.admit(view.waiting.peek(), 4)
 
 
 class Tee:
     """Tells several recorders the same."""
 
     def __init__(self, *recorders: Any) -> None:
-        self.recorders = recorders
+        self._recorders = recorders
 
-    def step(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.step(*told, **named)
-
-    def finished(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.finished(*told, **named)
-
-    def rejected(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.rejected(*told, **named)
+    def __getattr__(self, name: str) -> Any:
+        calls = [getattr(recorder, name) for recorder in self._recorders]
+        return lambda *told: [call(*told) for call in calls]
 
 
 class Recorded:
@@ -100,8 +123,12 @@ def run_facts(**changed: Any) -> RunFacts:
 
 
 def engine(**policies: Any) -> tuple[TestEngine, ColumnRecorder]:
-    test_engine, recorder = TestEngine(**policies), ColumnRecorder()
-    test_engine.engine.recorder = Tee(test_engine.log, recorder)
+    registry = discover()
+    for name, scheduler in (("admit_first", AdmitFirst), ("now_and_then", NowAndThen)):
+        registry.add("scheduler", name, lambda config, build, made=scheduler: made(), summary="for tests")
+    test_engine, recorder = TestEngine(registry=registry, **policies), ColumnRecorder()
+    tee: Any = Tee(test_engine.log, recorder)
+    test_engine.engine.recorder = tee
     return test_engine, recorder
 
 
@@ -112,9 +139,9 @@ def load(test_engine: TestEngine) -> None:
         test_engine.add(f"r{i}", range(10 * i, 10 * i + 8), 8)
     test_engine.add("many", range(6), 8, n=3)
     test_engine.add("engine", range(20), 2)
-    for request_id in ("long", "r0", "r0"):
+    for request_id, max_tokens in (("long", 100), ("r0", 8), ("r0", 8)):
         with pytest.raises(RequestError):
-            test_engine.add(request_id, range(200), 100)
+            test_engine.add(request_id, range(200), max_tokens)
     test_engine.add("waiter", range(8), 8)
     for _ in range(3):
         test_engine.step()
@@ -332,9 +359,8 @@ def test_a_rejected_request_is_a_trace_with_an_error(recorded: Recorded) -> None
     """Also one that took the id of a request which lives, twice."""
     rejected = [root for root in recorded.roots if attributes(root).get("error.type") == "rejected"]
     assert [attributes(root)["kvengine.request.id"] for root in rejected] == ["long", "r0", "r0"]
-    problems = [root["status"]["message"] for root in rejected]
-    assert "exceed max_model_len=256" in problems[0]
-    assert problems[1] == problems[2] == "this id is in use by an unfinished request"
+    rows = [row for row in recorded.tables["requests"].to_pylist() if row["status"] == "rejected"]
+    assert [root["status"]["message"] for root in rejected] == [row["problem"] for row in rows]
     for root in rejected:
         assert status(root) == ERROR
         assert start(root) == end(root)
@@ -374,6 +400,7 @@ def test_unfinished_requests_have_phases_up_to_the_end_of_the_run(tmp_path: Path
 
 def test_a_step_span_is_the_step(recorded: Recorded) -> None:
     [root] = recorded.named("engine.run")
+    sample = sample_steps(recorded.tables["steps"], at_most=2000, every=1)
     steps = recorded.named("engine.step")
     assert [attributes(s)["kvengine.step.step"] for s in steps] == list(range(len(recorded.tables["steps"])))
     assert (start(root), end(root)) == (start(steps[0]), end(steps[-1]))
@@ -383,9 +410,10 @@ def test_a_step_span_is_the_step(recorded: Recorded) -> None:
     for span, row in zip(steps, recorded.tables["steps"].to_pylist(), strict=True):
         assert (start(span), end(span)) == (row["start_ns"], row["end_ns"])
         assert span["parentSpanId"] == root["spanId"]
-        for key, value in attributes(span).items():
-            if key != "kvengine.step.sampled_for":
-                assert row[key.removeprefix("kvengine.step.")] == value
+        about = {key.removeprefix("kvengine.step."): value for key, value in attributes(span).items()}
+        assert about.pop("sampled_for") == sample.chosen[row["step"]]
+        assert about == {key: row[key] for key in about}
+        assert len(about) == 12
 
 
 def test_links_point_to_exactly_the_requests_of_the_step(recorded: Recorded) -> None:
@@ -420,6 +448,35 @@ def test_a_prefill_that_is_aborted_or_preempted_is_linked_to_its_chunks(tmp_path
     test_engine.run()
     run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder, step_span_interval=1)
     test_links_point_to_exactly_the_requests_of_the_step(run)
+
+
+def test_a_prefill_that_pauses_is_linked_to_its_own_steps(tmp_path: Path) -> None:
+    test_engine, recorder = engine(policies={"scheduler": "now_and_then"})
+    test_engine.add("decoding", range(4), 30)
+    test_engine.step()
+    test_engine.add("prefilling", range(22), 2)
+    test_engine.run()
+    assert sum("prefilling" in step.scheduled for step in test_engine.log.steps) == 7
+    run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder, step_span_interval=1)
+    test_links_point_to_exactly_the_requests_of_the_step(run)
+
+
+def test_who_is_preempted_by_the_plan_that_admits_it_was_in_no_step(tmp_path: Path) -> None:
+    test_engine, recorder = engine(policies={"scheduler": "admit_first"}, num_blocks=2, block_size=4)
+    test_engine.add("a", range(4), 4)
+    test_engine.step()
+    test_engine.add("b", range(4), 1)
+    test_engine.run()
+    assert (test_engine.log.steps[1].scheduled, test_engine.log.steps[1].preempted) == ({"a": 1}, ("b",))
+    run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder, step_span_interval=1)
+    test_links_point_to_exactly_the_requests_of_the_step(run)
+    [root] = [root for root in run.roots if attributes(root)["kvengine.request.id"] == "b"]
+    assert [(p["name"], start(p) // MS, end(p) // MS) for p in run.children(root)] == [
+        ("queued", 10, 10),
+        ("prefill", 10, 10),
+        ("preempted", 10, 40),
+        ("prefill", 40, 50),
+    ]
 
 
 def test_many_links_are_cut_and_counted(tmp_path: Path) -> None:
@@ -499,17 +556,17 @@ def test_the_slowest_the_changes_and_every_nth_are_sampled() -> None:
         durations,
         num_prefill_tokens=dict.fromkeys(range(500, 510), 5),
         num_decode_tokens=dict.fromkeys(range(505, 515), 0),
-        num_idle_rows=dict.fromkeys(range(505, 515), 2),
+        num_idle_rows=dict.fromkeys([*range(505, 515), *range(560, 570)], 2),
         num_preempted={640: 1, 77: 1},
     )
     sample = sample_steps(steps, at_most=2000, every=100)
     assert by_reason(sample) == {
         "slow": slow,
-        "phase change": [0, 500, 505, 510, 515, 640],
+        "phase change": [0, 500, 505, 510, 515, 560, 570, 640],
         "interval": [100, 200, 300, 400, 600, 900],
     }
     assert list(sample.chosen) == sorted(sample.chosen)
-    assert sample.said.startswith("22 of 1000 steps: slowest 1%, phase changes, every 100th, at most 2000; ")
+    assert sample.said.startswith("24 of 1000 steps: slowest 1%, phase changes, every 100th, at most 2000; ")
 
 
 def test_the_slowest_stay_when_there_is_little_room() -> None:
@@ -582,9 +639,10 @@ def test_a_run_without_a_step_has_the_spans_of_its_requests(tmp_path: Path) -> N
     assert (empty.lines, empty.said["num_spans"]) == ([], 0)
 
 
-def test_a_killed_run_has_lives_as_far_as_its_tables_go() -> None:
+@pytest.mark.parametrize("policies", POLICIES)
+def test_a_killed_run_has_lives_as_far_as_its_tables_go(policies: str) -> None:
     """Steps are missing at the end, or all of them; requests and tokens go on."""
-    test_engine, recorder = engine(**POLICIES["chunked_tight"])
+    test_engine, recorder = engine(**POLICIES[policies])
     load(test_engine)
     recorder.flush()
     tables = recorder.tables()
@@ -641,7 +699,7 @@ def test_lines_hold_a_bounded_number_of_spans(tmp_path: Path, monkeypatch: pytes
     test_engine.run()
     run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder)
     sizes = [len(scope["spans"]) for line in run.lines for scope in line["resourceSpans"][0]["scopeSpans"]]
-    assert sizes[:-1] == [10] * (len(sizes) - 1)
+    assert sizes[:-1] == [10] * (-(-run.said["num_spans"] // 10) - 1)
     assert sum(sizes) == run.said["num_spans"] > 30
 
 

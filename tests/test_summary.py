@@ -30,19 +30,11 @@ class Tee:
     """Tells several recorders the same."""
 
     def __init__(self, *recorders: Any) -> None:
-        self.recorders = recorders
+        self._recorders = recorders
 
-    def step(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.step(*told, **named)
-
-    def finished(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.finished(*told, **named)
-
-    def rejected(self, *told: Any, **named: Any) -> None:
-        for recorder in self.recorders:
-            recorder.rejected(*told, **named)
+    def __getattr__(self, name: str) -> Any:
+        calls = [getattr(recorder, name) for recorder in self._recorders]
+        return lambda *told: [call(*told) for call in calls]
 
 
 class Work:
@@ -70,7 +62,8 @@ def run(
     """Drive `work`; the engine with its step log, the tables, and their figures."""
     test_engine = TestEngine(num_blocks=num_blocks, block_size=block_size, **settings)
     recorder = ColumnRecorder(sink)
-    test_engine.engine.recorder = Tee(test_engine.log, recorder)
+    tee: Any = Tee(test_engine.log, recorder)
+    test_engine.engine.recorder = tee
     Driver(test_engine.engine, work).run()
     recorder.flush()
     tables = recorder.tables()

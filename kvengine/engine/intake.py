@@ -38,7 +38,9 @@ class Intake:
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of `request`; RequestError, naming the limit and both numbers, if it cannot run."""
         ordinal = self._num_requests
-        self._num_requests += 1  # counted even if refused, so that the seeds of the others do not depend on it
+        self._num_requests += (
+            1  # counted even if refused, so that the seeds of the others do not depend on it
+        )
         self._check_prompt(request)
         problem = request.sampling.problem(self._vocab_size)
         if problem:

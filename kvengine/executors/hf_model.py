@@ -6,7 +6,7 @@ layer's q, k, v to `paged_attention_forward`, which writes k, v by slot and atte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,19 +20,28 @@ from kvengine_kernels.cache import KV_DTYPES, allocate_cache, write_kv
 ATTENTION_NAME = "kvengine"
 
 HARMLESS_ARGUMENTS = frozenset(
-    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "is_causal"}
+    {
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
 )
 """What layers pass that says nothing about which keys a query may see or how they are weighed."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What one forward pass hands to every layer."""
+    """What one forward pass hands to every layer, and the window with which each layer attended."""
 
     caches: list[tuple[torch.Tensor, torch.Tensor]]
     slot_mapping: torch.Tensor
     backend: Any
     plan: Any
+    windows: dict[int, int | None] = field(default_factory=dict)
 
 
 def paged_attention_forward(
@@ -44,7 +53,7 @@ def paged_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    kvengine_step: _Step,
+    kvengine_step: _Step | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -52,15 +61,17 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """q [1, H, T, D], k and v [1, Hkv, T, D] -> ([1, T, H, D], None), as AttentionInterface wants it.
 
-    Raises ModelError for an argument whose meaning is unknown: ignoring it could change the answer.
+    Raises ModelError for an argument whose meaning is unknown (ignoring it could change the answer), and for
+    layers that use attention in a way that one cache per layer cannot serve.
     """
-    unknown = [name for name, given in others.items() if name not in HARMLESS_ARGUMENTS and given is not None]
-    if unknown or attention_mask is not None or others.get("is_causal") is False:
-        what = ", ".join(unknown) or ("a mask" if attention_mask is not None else "non-causal attention")
-        raise ModelError(
-            f"{type(module).__name__} passes {what} to attention, which kvengine does not support"
-        )
-    k_cache, v_cache = kvengine_step.caches[int(module.layer_idx)]  # type: ignore[arg-type]
+    _refuse_unknown(module, attention_mask, others)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if kvengine_step is None:
+        raise ModelError(f"{type(module).__name__} does not pass on to attention what its model was given")
+    if layer in kvengine_step.windows:
+        raise ModelError(f"{type(module).__name__} attends more than once in layer {layer}")
+    kvengine_step.windows[layer] = sliding_window
+    k_cache, v_cache = kvengine_step.caches[layer]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if keys.shape[1:] != k_cache.shape[1:] or values.shape[1:] != v_cache.shape[1:]:
         raise ModelError(
@@ -101,11 +112,19 @@ class HfLogitsModel:
     """A transformers module and the K and V caches of its layers (one scratch block after the pool)."""
 
     def __init__(
-        self, module: torch.nn.Module, *, shape: ModelShape, kv: KvShape, backend: Any, device: torch.device
+        self,
+        module: torch.nn.Module,
+        *,
+        shape: ModelShape,
+        kv: KvShape,
+        backend: Any,
+        device: torch.device,
+        max_model_len: int,
     ) -> None:
         self.device = device
         self._module = module
         self._backend = backend
+        self._windows = _declared_windows(module.config, max_model_len)
         dtype = KV_DTYPES[kv.dtype]
         sizes = (kv.num_blocks + 1, kv.block_size, shape.num_kv_heads, shape.head_dim)
         try:
@@ -129,4 +148,21 @@ class HfLogitsModel:
             logits_to_keep=batch.sample_at,
             kvengine_step=step,
         )
+        ignored = [layer for layer in self._windows if step.windows.get(layer) is None]
+        if ignored:
+            raise ModelError(
+                f"layers {ignored} of {type(self._module).__name__} do not tell attention of "
+                f"sliding_window={self._windows[ignored[0]]}, so their answers would be wrong; "
+                f"a lower engine.max_model_len needs no window"
+            )
         return output.logits[0].float()
+
+
+def _declared_windows(config: Any, max_model_len: int) -> dict[int, int]:
+    """The window of each layer that has one, by its configuration, and that sequences can outgrow."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not window or window >= max_model_len or getattr(config, "use_sliding_window", True) is False:
+        return {}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}

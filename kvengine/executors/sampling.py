@@ -15,15 +15,17 @@ from kvengine.core.sequence import Sequence
 
 
 def sample(logits: torch.Tensor, rows: list[Sequence]) -> list[int]:
-    """One id per row from `logits` [R, V] float32. ModelError, naming the sequence, for logits that are NaN.
+    """One id per row from `logits` [R, V] float32. ModelError, naming the sequence, for NaN, +inf or all -inf.
 
     Filters apply in the order temperature, top_k, top_p (over what top_k left, renormalised), min_p (against
     the most likely token). top_k of 0 or -1 is off.
     """
     best = logits.max(dim=-1)
-    broken = torch.isnan(best.values)
+    broken = ~torch.isfinite(best.values)
     if broken.any():
-        raise ModelError(f"the model gave NaN logits for {rows[int(broken.nonzero()[0])]}")
+        raise ModelError(
+            f"the model gave logits that are no distribution for {rows[int(broken.nonzero()[0])]}"
+        )
     ids: list[int] = best.indices.tolist()
     drawn = [i for i, seq in enumerate(rows) if seq.request.sampling.temperature > 0]
     plain = [i for i in drawn if not _filters(rows[i])]

@@ -75,7 +75,15 @@ def load_torch_executor(config: TorchConfig, build: Build) -> TorchExecutor:
         module = build.model.load(build).to(device).eval()
     finally:
         gc.enable()
-    model = HfLogitsModel(module, shape=build.model.shape(), kv=build.kv, backend=backend, device=device)
+    assert build.limits is not None
+    model = HfLogitsModel(
+        module,
+        shape=build.model.shape(),
+        kv=build.kv,
+        backend=backend,
+        device=device,
+        max_model_len=build.limits.max_model_len,
+    )
     return TorchExecutor(model, block_size=build.kv.block_size, scratch_block=build.kv.num_blocks)
 
 

@@ -57,7 +57,7 @@ class HfModel:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab_size=config.vocab_size,
-            max_position=config.max_position_embeddings,
+            max_position=_max_position(config),
             dtype=self._dtype if self._dtype != "auto" else _dtype_name(config.dtype),
             eos_token_ids=declared_eos_ids(self.directory),
         )
@@ -89,6 +89,16 @@ class HfModel:
         return None
 
 
+def _max_position(config: Any) -> int:
+    """The positions of `config`; with longrope the original ones, since beyond them a model turns the rotary
+    embedding of all rows of a batch as soon as one of them is there."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = getattr(config, "original_max_position_embeddings", None)
+        return original or rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return config.max_position_embeddings
+
+
 def refuse_unservable(config: Any, name: str) -> None:
     """ModelError for a model whose layers keep a state besides KV, or do not dispatch their attention."""
     from transformers import AutoModelForCausalLM
@@ -96,7 +106,7 @@ def refuse_unservable(config: Any, name: str) -> None:
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
     stateful = kinds - WINDOWED_LAYERS
     model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if model_class is None:
+    if model_class is None or getattr(config, "is_decoder", True) is False:
         raise ModelError(
             f"model.path={name}: '{config.model_type}' is not a causal LM that transformers knows"
         )

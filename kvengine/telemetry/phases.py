@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from kvengine.core.decision import Action
 
@@ -22,8 +20,8 @@ class Life:
     """`phases` are (name, start_ns, end_ns) in order, without gaps; `steps` are [first, last] step numbers.
 
     Of a prefill in several chunks, the tables hold the first and the last step; of those between, `steps` has
-    the ones that computed more prefill tokens than they admitted, which is exact while one prefill at a time
-    is unfinished (as under every built-in scheduler).
+    the ones that computed prefill tokens, which is exact while one prefill at a time is unfinished (as under
+    every built-in scheduler).
     """
 
     request: dict[str, Any]
@@ -40,16 +38,11 @@ class _Event(NamedTuple):
 
 
 class _Steps:
-    """What phases need of the tables `steps` and `decisions`; steps are numbered without gaps."""
+    """What phases need of the table `steps`, whose rows are numbered from 0 without gaps."""
 
-    def __init__(self, steps: pa.Table, decisions: pa.Table) -> None:
+    def __init__(self, steps: pa.Table) -> None:
         self._ends = steps["end_ns"].to_numpy()
-        self._first = int(steps["step"][0].as_py()) if len(steps) else 0
-        entries = _with_action(decisions, (Action.ADMIT, Action.RESUME))
-        at = entries["first_step"].to_numpy() - self._first
-        known = at < len(steps)
-        entered = np.bincount(at[known], entries["num_tokens"].to_numpy()[known], minlength=len(steps))
-        self._chunks_go_on = steps["num_prefill_tokens"].to_numpy() > entered
+        self._prefills = steps["num_prefill_tokens"].to_numpy() > 0
 
     @property
     def last_end_ns(self) -> int:
@@ -57,26 +50,26 @@ class _Steps:
 
     def knows(self, step: int) -> bool:
         """Whether the table holds `step`: that of a killed run may lack the last ones."""
-        return step - self._first < len(self._ends)
+        return step < len(self._ends)
 
     def end_ns(self, step: int) -> int:
-        return int(self._ends[step - self._first])
+        return int(self._ends[step])
 
     def number_after(self, time_ns: int) -> int:
         """The first step that ended after `time_ns`, or the number that one would have."""
-        return self._first + int(np.searchsorted(self._ends, time_ns, side="right"))
+        return int(np.searchsorted(self._ends, time_ns, side="right"))
 
     def of_prefill(self, first: int, stop: int) -> list[tuple[int, int]]:
         """The steps from `first` until before `stop` that a prefill which entered in `first` was in."""
-        begin = first - self._first
-        between = np.flatnonzero(self._chunks_go_on[begin + 1 : max(stop - self._first, begin + 1)])
-        steps = [first, *(between + first + 1).tolist()] if first < stop else []
-        return [(step, step) for step in steps]
+        if first >= stop:  # preempted by the plan that admitted it
+            return []
+        between = np.flatnonzero(self._prefills[first + 1 : stop]) + first + 1
+        return [(step, step) for step in (first, *between.tolist())]
 
 
 def lives(tables: dict[str, pa.Table]) -> dict[Key, Life]:
     """Every sequence that was not rejected, from the tables `requests`, `tokens`, `decisions` and `steps`."""
-    steps = _Steps(tables["steps"], tables["decisions"])
+    steps = _Steps(tables["steps"])
     events, runs = _events(tables["decisions"]), _token_runs(tables["tokens"])
     found = {}
     for row in tables["requests"].to_pylist():
@@ -86,20 +79,15 @@ def lives(tables: dict[str, pa.Table]) -> dict[Key, Life]:
     return found
 
 
-def _with_action(decisions: pa.Table, actions: Iterable[Action]) -> pa.Table:
-    names = pa.array([action.value for action in actions])
-    return decisions.filter(pc.is_in(decisions["action"].cast(pa.string()), names))
-
-
 def _events(decisions: pa.Table) -> dict[Key, list[_Event]]:
     """Every admission, resumption and preemption, by sequence and in order."""
     events: dict[Key, list[_Event]] = defaultdict(list)
-    wanted = _with_action(decisions, (Action.ADMIT, Action.RESUME, Action.PREEMPT))
     names = ("request_id", "choice", "action", "time_ns", "first_step")
     for request_id, choice, action, time_ns, step in zip(
-        *(wanted[name].to_pylist() for name in names), strict=True
+        *(decisions[name].to_pylist() for name in names), strict=True
     ):
-        events[request_id, choice].append(_Event(action != Action.PREEMPT, time_ns, step))
+        if action in (Action.ADMIT, Action.RESUME, Action.PREEMPT):
+            events[request_id, choice].append(_Event(action != Action.PREEMPT, time_ns, step))
     return events
 
 

@@ -73,8 +73,10 @@ class ColumnRecorder:
         self._spent_ns += time.perf_counter_ns() - began
 
     def idle(self, plan: StepPlan) -> None:
+        began = time.perf_counter_ns()
         for decision in plan.decisions:
             self._decision(plan, decision)
+        self._spent_ns += time.perf_counter_ns() - began
 
     def finished(self, seq: Sequence, now: int) -> None:
         began = time.perf_counter_ns()

@@ -70,7 +70,7 @@ def _write_lines(path: Path, spans: Iterator[ReadableSpan]) -> int:
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "w", encoding="utf-8") as file:
-            while batch := list(islice(spans, 10**9)):
+            while batch := list(islice(spans, SPANS_PER_LINE)):
                 file.write(json.dumps(encode_spans(batch).to_dict(), separators=(",", ":")) + "\n")
                 num_spans += len(batch)
         os.replace(partial, path)
@@ -128,7 +128,7 @@ class _SpanMaker:
             kind=SpanKind.INTERNAL,
             status=Status(StatusCode.ERROR, problem) if problem else Status(StatusCode.UNSET),
             start_time=self.facts.epoch_unix_ns + start_ns,
-            end_time=self.facts.epoch_unix_ns + max(end_ns, start_ns),
+            end_time=self.facts.epoch_unix_ns + end_ns,
             instrumentation_scope=self._scope,
         )
 
