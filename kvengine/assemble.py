@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvengine import policies
 from kvengine.config import from_mapping
-from kvengine.core.errors import ConfigError, choices_hint
+from kvengine.core.errors import ConfigError, KvEngineError, PolicyError, choices_hint
 from kvengine.core.limits import EngineConfig, EngineLimits
 from kvengine.engine.clock import VirtualClock, WallClock
 from kvengine.engine.context import SchedulingContext
@@ -45,8 +46,7 @@ class Blueprint:
 
     def engine(self, recorder: Recorder | None = None) -> Engine:
         """Load the model and put the engine together; ModelError when the model cannot be served."""
-        entry, config = self.executor
-        executor = entry.factory(config, self.build)
+        executor = make(self.executor, self.build)
         return Engine(
             context=self.context,
             executor=executor,
@@ -137,9 +137,21 @@ def choose(registry: Registry, config: Mapping[str, Any], kind: str) -> tuple[En
 
 
 def make(choice: tuple[Entry, Any], build: Build) -> Any:
-    """What the chosen factory builds."""
+    """What the chosen factory builds; PolicyError, naming the plug-in, when that is not what its kind needs."""
     entry, config = choice
-    return entry.factory(config, build)
+    plugin = f"{entry.kind} '{entry.name}' of {entry.distribution}"
+    try:
+        made = entry.factory(config, build)
+    except KvEngineError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"{plugin} cannot be built: {type(error).__name__}: {error}") from error
+    contract = getattr(policies, entry.kind.capitalize())
+    wanted = {*contract.__annotations__, *vars(contract)}
+    missing = sorted(name for name in wanted if not name.startswith("_") and not hasattr(made, name))
+    if missing:
+        raise PolicyError(f"{plugin} lacks {', '.join(missing)} of the contract policies.{contract.__name__}")
+    return made
 
 
 def check_model_len(engine: EngineConfig, model_name: str, shape: ModelShape) -> None:

@@ -20,8 +20,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         if argv and argv[0] in COMMANDS:
             return COMMANDS[argv[0]](argv[1:])
-        if argv and "=" not in argv[0] and argv[0][0].isalpha():
-            raise ConfigError("command", argv[0], f"no such command; {choices_hint(argv[0], COMMANDS)}")
+        _refuse_stray(argv)
         from kvengine.launch import launch
 
         return launch(argv)
@@ -29,12 +28,24 @@ def main(argv: list[str] | None = None) -> int:
         return _say(error, EXIT_USAGE)
     except KvEngineError as error:
         return _say(error, EXIT_FAILED)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing more can be said to it
         return EXIT_FAILED
+    except OSError as error:
+        return _say(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _refuse_stray(argv: list[str]) -> None:
+    """ConfigError over words that are neither a command nor a flag (or its argument) nor KEY=VALUE."""
+    for i, word in enumerate(argv):
+        after_flag = i > 0 and argv[i - 1].startswith("-")
+        if word and (word[0] in "-~" or ("=" in word and word[0] != "=") or after_flag):
+            continue
+        problem = f"no command and no setting (KEY=VALUE); {choices_hint(word, COMMANDS)}"
+        raise ConfigError("command", word, problem)
 
 
 def _say(error: Exception, code: int) -> int:

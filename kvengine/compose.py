@@ -17,6 +17,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from kvengine.core.errors import ConfigError
+
 CONFIG_NAME = "config"
 CONF_ENTRY_POINT_GROUP = "kvengine.conf"
 
@@ -64,12 +66,18 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 def variants(overrides: list[str]) -> list[list[str]]:
     """The runs that a sweep over `overrides` consists of (only for the basic sweeper's a,b and choice, range)."""
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    loader = GlobalHydra.instance().config_loader()  # of the composer that is open; glob(*) needs it
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
     axes = []
     for word, override in zip(overrides, parsed, strict=True):
         if override.is_sweep_override() and override.is_discrete_sweep():
             key = override.get_key_element()
             axes.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        elif not override.is_sweep_override():
+        elif override.is_sweep_override():
+            problem = (
+                "is no list of values, which is what the basic sweeper needs: a,b or choice() or range()"
+            )
+            raise ConfigError(str(override.key_or_group), word.partition("=")[2], problem)
+        else:
             axes.append([word])
     return [list(combination) for combination in itertools.product(*axes)]

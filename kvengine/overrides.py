@@ -67,9 +67,8 @@ def explain(error: Exception, words: list[str], known_keys: Iterable[str]) -> Co
     """Hydra's or OmegaConf's `error` over the overrides `words` as one line with key, value and nearest key."""
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
-        return ConfigError(
-            key, value, f"cannot be read; quote values with special characters: '{key}=\"{value}\"'"
-        )
+        problem = "cannot be read; quote values with special characters, as in 'KEY=\"a=b, c\"'"
+        return ConfigError(key, value, problem)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
         key = group or "configuration"
@@ -89,7 +88,7 @@ def explain(error: Exception, words: list[str], known_keys: Iterable[str]) -> Co
         return ConfigError(key, value, f"must be given; {choices_hint('', options)}")
     if key:
         return ConfigError(key, value, f"no such setting{_hint(key, known_keys)}")
-    return ConfigError("configuration", " ".join(words), text)
+    return ConfigError("configuration", None, text)
 
 
 def _hint(key: str, known_keys: Iterable[str]) -> str:
@@ -102,7 +101,8 @@ def _hint(key: str, known_keys: Iterable[str]) -> str:
         ]
         return f"; {choices_hint(key, siblings)}"
     meant = nearest(key, known)
-    return f"; did you mean '{meant}'?" if meant else ""
+    groups = [name for name in known if "." not in name]
+    return f"; did you mean '{meant}'?" if meant else f"; groups and limits: {', '.join(sorted(set(groups)))}"
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> Iterable[str]:

@@ -90,13 +90,18 @@ class Registry:
         """The entry, or ConfigError with the nearest name (and the plug-ins that failed to load)."""
         entry = self._entries.get((kind, name))
         if entry is None:
-            hint = choices_hint(name, self.names(kind)) + self.broken_hint()
+            hint = choices_hint(name, self.names(kind)) + self.broken_hint(name)
             raise ConfigError(kind, name, f"no such {kind}; {hint}")
         return entry
 
-    def broken_hint(self) -> str:
-        """What to add to the error over a missing name: it may belong to a package that did not load."""
-        return "".join(f"; plug-in {broken.name} did not load: {broken.problem}" for broken in self.broken)
+    def broken_hint(self, name: object) -> str:
+        """What to add to the error over a missing `name`: it may belong to a package that did not load."""
+        named = [broken for broken in self.broken if broken.name == name]
+        if named:
+            return f"; plug-in {named[0].name} did not load: {named[0].problem}"
+        if self.broken:
+            return f"; {len(self.broken)} plug-ins did not load, see python -m kvengine plugins"
+        return ""
 
     def names(self, kind: str) -> list[str]:
         """The names registered for `kind`, sorted."""
@@ -120,7 +125,7 @@ def discover() -> Registry:
     for point in sorted(found, key=lambda p: (_distribution(p) != _own_distribution(), p.name)):
         try:
             registry.absorb(_load(point))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"{type(error).__name__}: {error}".replace("\n", " ")
             registry.broken.append(BrokenPlugin(point.name, _distribution(point), problem))
     return registry
@@ -132,7 +137,7 @@ def _load(point: importlib.metadata.EntryPoint) -> Registry:
     version = getattr(plugin, "KVENGINE_API", None)
     if version != hookspecs.API_VERSION:
         raise RuntimeError(
-            f"written for plug-in API {version}, this is {hookspecs.API_VERSION}: "
+            f"states KVENGINE_API={version}, this is {hookspecs.API_VERSION}: "
             f"set KVENGINE_API = {hookspecs.API_VERSION} once it satisfies kvengine/policies.py"
         )
     manager = pluggy.PluginManager("kvengine")

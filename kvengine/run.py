@@ -19,6 +19,7 @@ from kvengine.assemble import Blueprint, blueprint
 from kvengine.core.errors import KvEngineError, RequestError
 from kvengine.core.plan import RequestOutput
 from kvengine.core.reasons import FinishReason
+from kvengine.core.sequence import Sequence
 from kvengine.engine.driver import Driver, DriverReport
 from kvengine.engine.engine import Engine
 from kvengine.policies import Tokenizer
@@ -53,8 +54,9 @@ class Run:
         self._recorder = ColumnRecorder(self._directory)
         self._console = stdout()
         self._tokenizer_used: Tokenizer | None = None
+        self._report = DriverReport()
         self._sample: str | None = None
-        self._sample_stopped = False
+        self._sample_size = 0
         self._began = began
         startup_s = kvengine.seconds_since_start() - began - fetch_s
         self._times: dict[str, float] = {"startup_s": startup_s, "fetch_s": fetch_s}
@@ -66,6 +68,7 @@ class Run:
 
     def execute(self) -> int:
         """Load, drive, report; the exit code. KvEngineError when the run cannot start or go on."""
+        next(iter(self._plan.workload.requests()), None)  # what is wrong with its texts shows before the load
         began = time.perf_counter()
         engine = self._plan.engine(self._recorder)
         self._times["load_s"] = time.perf_counter() - began
@@ -74,17 +77,21 @@ class Run:
         try:
             report = self._drive(engine)
             status = "interrupted" if report.interrupted else "complete"
-            self._show_rejections(report.rejected)
+        except KeyboardInterrupt:
+            status = "interrupted"
         except KvEngineError as problem:
             error = problem
         finally:
-            self._leave(engine, status)
+            self._show_rejections(self._report.rejected)
+            summary = self._leave(engine, status)
             engine.close()
         if error is not None:
             raise error
-        if self._directory and self._directory.problem:
-            return EXIT_FAILED
-        return EXIT_INTERRUPTED if status == "interrupted" else EXIT_OK
+        if status == "interrupted":
+            return EXIT_INTERRUPTED
+        incomplete = self._directory is not None and self._directory.problem is not None
+        served_nobody = bool(self._report.rejected) and not summary["num_finished"]
+        return EXIT_FAILED if incomplete or served_nobody else EXIT_OK
 
     def _drive(self, engine: Engine) -> DriverReport:
         workload = self._plan.workload
@@ -93,13 +100,15 @@ class Run:
             _interrupts() as interrupted,
             progressing(workload.num_requests, self._tokenizer if texts else None) as progress,
         ):
-            return Driver(
+            driver = Driver(
                 engine,
                 workload,
                 on_outputs=lambda outputs: self._take(outputs, progress),
                 on_rejected=lambda problem: progress.advance(1),
                 interrupted=interrupted,
-            ).run()
+            )
+            self._report = driver.report  # kept here, so that a run that fails can say whom it refused
+            return driver.run()
 
     def _take(self, outputs: list[RequestOutput], progress: Progressing) -> None:
         if outputs and "first_token_s" not in self._times:
@@ -108,29 +117,32 @@ class Run:
         for output in outputs:
             if output.finish_reason is not None:
                 progress.advance(1 / output.sequence.request.sampling.n)
-                self._keep_output(output)
+                self._keep_output(output.sequence)
 
     def _tokenizer(self) -> Tokenizer:
         if self._tokenizer_used is None:
             self._tokenizer_used = self._plan.model.tokenizer()
         return self._tokenizer_used
 
-    def _keep_output(self, output: RequestOutput) -> None:
-        seq = output.sequence
+    def _keep_output(self, seq: Sequence) -> None:
+        """Add what `seq` got, finished or not, to the outputs."""
         ids = seq.token_ids[seq.num_prompt_tokens :]
         content: dict[str, Any] = {
             "request_id": seq.request.id,
             "choice": seq.choice,
-            "finish_reason": output.finish_reason,
+            "finish_reason": seq.finish_reason,
             "num_prompt_tokens": seq.num_prompt_tokens,
             "token_ids": ids,
         }
-        if seq.request.prompt is not None:
-            stopped = output.finish_reason is FinishReason.STOP
-            content |= {"prompt": seq.request.prompt, "text": self._tokenizer().decode(ids)}
-            if self._sample is None or (stopped and not self._sample_stopped):
-                self._sample_stopped = stopped
-                self._sample = f"{seq.id}: {_short(content['prompt'])!r} -> {_short(content['text'])!r}"
+        prompt = seq.request.prompt
+        if prompt is not None:
+            text = self._tokenizer().decode(ids)
+            content |= {"prompt": prompt, "text": text}
+            if len(ids) > self._sample_size and seq.finish_reason is FinishReason.STOP:
+                self._sample_size, self._sample = (
+                    len(ids),
+                    f"{seq.id}: {_short(prompt)!r} -> {_short(text)!r}",
+                )
         if self._directory is not None:
             self._directory.write_output(content)
 
@@ -140,22 +152,30 @@ class Run:
         if len(rejected) > MAX_REJECTIONS_SHOWN:
             self._console.print(f"refused: {len(rejected) - MAX_REJECTIONS_SHOWN} more; all are in requests")
 
-    def _leave(self, engine: Engine, status: str) -> None:
-        """Record the unfinished, print the figures, complete the directory."""
+    def _leave(self, engine: Engine, status: str) -> dict[str, Any]:
+        """Record the unfinished, complete the directory, print the figures and return them."""
         now = engine.clock.now()
+        epoch_unix_ns = time.time_ns() - now
         for seq in engine.live_sequences():
             self._recorder.finished(seq, now)
+            if seq.num_output_tokens:
+                self._keep_output(seq)
         self._recorder.flush()
         tables = self._recorder.tables()
+        if self._directory is not None:
+            for name, table in tables.items():
+                self._directory.write_whole(name, table)
         summary = summarize(tables, self._facts)
+        self._write_run(status, summary=summary)
         print_summary(self._console, summary, self._title(status))
         for line in (bound_line(tables), self._time_line(), self._sample and f"For example {self._sample}"):
             if line:
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self._directory is not None:
-            self._complete(self._directory, tables, summary, status, epoch_unix_ns=time.time_ns() - now)
+            self._add_spans(self._directory, tables, summary, status, epoch_unix_ns)
+        return summary
 
-    def _complete(
+    def _add_spans(
         self,
         directory: RunDirectory,
         tables: dict[str, Any],
@@ -163,11 +183,10 @@ class Run:
         status: str,
         epoch_unix_ns: int,
     ) -> None:
-        """Add spans and the final run.json to the directory, and say where it is, or what is missing."""
-        spans = None
+        """Add spans.jsonl and its counts to the directory, and say where it is, or what is missing."""
         if self._plan.telemetry.spans and directory.problem is None:
             spans = self._write_spans(directory, tables, epoch_unix_ns)
-        self._write_run(status, summary=summary, spans=spans)
+            self._write_run(status, summary=summary, spans=spans)
         if directory.problem:
             what = f"recording stopped, {directory.path} is incomplete: {directory.problem}"
         else:

@@ -77,7 +77,7 @@ MISTAKES = [
     ("-m max_num_seqs=4,0", "engine.max_num_seqs=0:", "at least 1"),
     ("engine=3", "engine=3:", "group"),
     ("+extra=1", "extra=1:", "no such group"),
-    ("~scheduler", "scheduler=", "names no scheduler"),
+    ("~scheduler", "scheduler: ","names no scheduler"),
     ("workload=???", "workload", ""),
     ("model.path=no/such-model", "model.path=no/such-model:", "no such directory"),
     ("model=hf", "model.path=null:", "directory"),
@@ -85,6 +85,17 @@ MISTAKES = [
     ("executor.device=cuda", "executor.device=cuda:", "auto, cpu"),
     ("plugin", "command=plugin:", "did you mean 'plugins'"),
     ("pull", "pull=:", "name one model"),
+    ("foo=bar", "foo=bar:", "scheduler"),
+    ("scheduler=static foo", "command=foo:", "KEY=VALUE"),
+    ("=5", "command==5:", "KEY=VALUE"),
+    ("--hlep", "flag=--hlep:", "did you mean '--help'"),
+    ("-m scheduler=static -r", "flags: ", "--multirun"),
+    ("-m max_num_seqs=interval(1,3)", "engine.max_num_seqs=", "a,b"),
+    ("-m scheduler=static,chunked hydra.sweep.subdir=abc", "hydra.sweep.subdir", "number"),
+    ("workload.path=", "workload.path=:", "names no file"),
+    ("model.path=", "model.path=:", "directory"),
+    ("executor=null executor.step_ms=1e-9", "executor.step_ms=1e-09:", "1e-6"),
+    ("workload=synthetic workload.num_requests=1e99", "workload.num_requests=", "100,000,000"),
     ("pull smolm2-135m", "model=smolm2-135m:", "did you mean 'smollm2-135m'"),
 ]
 
@@ -229,7 +240,8 @@ def test_ctrl_c_ends_a_sweep_with_the_table_so_far(
     monkeypatch.setattr(Run, "_take", lambda *a: signal.raise_signal(signal.SIGINT))
     assert main([*QUICK, "-m", "scheduler=static,chunked"]) == 130
     table = capsys.readouterr().out.split("All variants")[1]
-    assert "failed" in table
+    assert "interrupted" in table
+    assert "1 of 2 variants were not started" in table
 
 
 def test_a_full_disk_is_said_and_the_figures_stay(
@@ -245,6 +257,69 @@ def test_a_full_disk_is_said_and_the_figures_stay(
     assert "No space left on device" in said
 
 
+def test_an_empty_word_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([""]) == 2
+    assert capsys.readouterr().err.startswith("error: command=:")
+
+
+def test_two_runs_never_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*QUICK, f"hydra.run.dir={tmp_path / 'mine'}"]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert len((tmp_path / "mine" / "outputs.jsonl").read_text().splitlines()) == 6
+    sweep = [*QUICK, "-m", f"hydra.sweep.dir={tmp_path / 'many'}", "scheduler=static,chunked"]
+    assert main(sweep) == 0
+    assert sorted(path.name for path in (tmp_path / "many").iterdir() if path.is_dir()) == ["0", "1"]
+
+
+def test_a_directory_may_be_named_by_hydra(tmp_path: Path) -> None:
+    assert main([*QUICK, f"hydra.run.dir={tmp_path}/${{hydra.job.name}}"]) == 0
+    assert (tmp_path / "kvengine" / "run.json").is_file()
+
+
+def test_config_dir_and_globs_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "own" / "scheduler"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("name: static\nbatch_size: 2\nmax_wait_s: 0.0\ndeliver: token\n")
+    assert main(["--config-dir", str(tmp_path / "own"), *QUICK, "scheduler=mine"]) == 0
+    assert main([*QUICK, "-m", "scheduler=glob(c*)"]) == 0
+    assert "scheduler=continuous" in capsys.readouterr().out.split("All variants")[1]
+
+
+def test_a_run_without_record_writes_nothing(tmp_path: Path) -> None:
+    assert main([*QUICK, "telemetry.record=false"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_spans_are_written_leaves_a_complete_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "_write_spans", interrupted)
+    assert main(QUICK) == 130
+    (run,) = recorded(tmp_path)
+    content = json.loads((run / "run.json").read_text())
+    assert content["status"] == "complete"
+    assert content["summary"]["num_finished"] == 6
+
+
+def test_a_run_that_served_nobody_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "num_blocks=1", "block_size=1"]) == 1
+    assert "0 finished, 6 rejected" in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_gets_paragraphs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([*QUICK, "-m", "scheduler=static,chunked"]) == 0
+    assert "  tok/s: " in capsys.readouterr().out.split("All variants")[1]
+
+
 def test_an_unwritable_place_for_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "traces").write_text("a file is in the way")
     assert main(QUICK) == 1
@@ -258,10 +333,11 @@ def test_without_the_default_model_tiny_goes_on_and_says_so(
         raise ModelError("nobody has it")
 
     monkeypatch.setattr(smollm2, "ensure_smollm2", gone)
+    monkeypatch.setattr(launch, "_unavailable", [])
     words = ["workload.num_requests=2", "workload.sampling.max_tokens=2", "telemetry.record=false"]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.err == "warning: the default model cannot be had, going on with model=tiny: nobody has it\n"
+    assert said.err == "warning: going on with model=tiny, the default model cannot be had: nobody has it\n"
     assert "model=tiny" in said.out
     assert main([*words, "model=smollm2-135m"]) == 2
     assert capsys.readouterr().err == "error: nobody has it\n"

@@ -162,7 +162,7 @@ def attend(backend: Backend | None = None, heads: int = 2, **arguments: Any) -> 
     """paged_attention_forward over one layer, 3 tokens, 4 query heads and `heads` KV heads of size 8."""
     caches = [(torch.zeros(16, 2, 8), torch.zeros(16, 2, 8))]
     step = _Step(caches, torch.arange(3), backend or Backend(), None)
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.layer_idx = 0
     query, key, value = (torch.ones(1, h, 3, 8) for h in (4, heads, heads))
     given = {"attention_mask": None, "kvengine_step": step, **arguments}
@@ -213,17 +213,8 @@ def test_heads_that_do_not_fit_the_cache_raise() -> None:
 
 
 def test_transformers_calls_it_for_every_layer() -> None:
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=ATTENTION_NAME,
-    )
     assert ATTENTION_NAME in AttentionInterface().valid_keys()
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL), attn_implementation=ATTENTION_NAME)
     with pytest.raises(ModelError, match="LlamaAttention passes position_bias"):
         model(torch.zeros(1, 3, dtype=torch.long), use_cache=False, kvengine_step=None, position_bias=1)
 

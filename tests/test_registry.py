@@ -94,12 +94,12 @@ def test_syntax_error(install):
 
 def test_wrong_api_version(install):
     install("futuristic", GOOD.replace("KVENGINE_API = 1", "KVENGINE_API = 99"))
-    assert_broken(discover(), "futuristic", "plug-in API 99", "this is 1")
+    assert_broken(discover(), "futuristic", "KVENGINE_API=99", "this is 1")
 
 
 def test_missing_api_version(install):
     install("undated", GOOD.replace("KVENGINE_API = 1", ""))
-    assert_broken(discover(), "undated", "plug-in API None", "KVENGINE_API = 1")
+    assert_broken(discover(), "undated", "KVENGINE_API=None", "KVENGINE_API = 1")
 
 
 def test_unknown_hook_name(install):
@@ -171,7 +171,9 @@ def test_mistyped_name_is_answered_with_the_nearest(kind, given, meant):
 def test_name_that_is_missing_mentions_the_packages_that_did_not_load(install):
     install("unlucky", "1 / 0")
     with pytest.raises(ConfigError, match="plug-in unlucky did not load: ZeroDivisionError"):
-        discover().get("scheduler", "something_of_unlucky")
+        discover().get("scheduler", "unlucky")
+    with pytest.raises(ConfigError, match="1 plug-ins did not load, see python -m kvengine plugins"):
+        discover().get("scheduler", "something_else")
 
 
 def test_two_registries_share_nothing():

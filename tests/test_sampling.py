@@ -180,16 +180,18 @@ def test_filters_at_their_tightest_are_greedy(params: dict[str, Any]) -> None:
     assert sample(logits, rows(3, temperature=5.0, **params)) == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.7}], ids=str)
 @pytest.mark.parametrize("top_k", [0, -1, VOCAB_SIZE, VOCAB_SIZE + 1, 10**7])
-def test_a_top_k_that_is_off_or_beyond_the_vocabulary_changes_nothing(top_k: int) -> None:
+def test_a_top_k_that_is_off_or_beyond_the_vocabulary_changes_nothing(
+    top_k: int, others: dict[str, Any]
+) -> None:
     logits = LOGITS.expand(1000, -1)
-    for others in ({}, {"top_p": 0.7}):
-        with_it = sample(logits, rows(1000, top_k=top_k, **others))
-        without = sample(logits, rows(1000, **others))
-        assert expected_probabilities(LOGITS, **others)[with_it].all()
-        assert len(set(with_it)) == len(set(without))
-        if others or top_k < 1:
-            assert with_it == without
+    with_it = sample(logits, rows(1000, top_k=top_k, **others))
+    without = sample(logits, rows(1000, **others))
+    assert expected_probabilities(LOGITS, **others)[with_it].all()
+    assert len(set(with_it)) == len(set(without))
+    if others or top_k < 1:
+        assert with_it == without
 
 
 @pytest.mark.parametrize(
@@ -205,11 +207,12 @@ def test_an_impossible_token_is_never_drawn(params: dict[str, Any], monkeypatch:
     assert sample_one(logits.tolist(), **params) == 9
 
 
-@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53, 1.0])
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_the_ends_of_the_unit_interval_draw_a_token_that_survived(
     draw: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """1.0 stands for a draw whose product with the total of the weights is rounded up to that total."""
     monkeypatch.setattr(sampling, "uniform", lambda *_: draw)
     token = sample(LOGITS[None], [row(**params)])[0]
     assert expected_probabilities(LOGITS, **params)[token] > 0

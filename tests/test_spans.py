@@ -461,22 +461,31 @@ def test_a_prefill_that_pauses_is_linked_to_its_own_steps(tmp_path: Path) -> Non
     test_links_point_to_exactly_the_requests_of_the_step(run)
 
 
-def test_who_is_preempted_by_the_plan_that_admits_it_was_in_no_step(tmp_path: Path) -> None:
-    test_engine, recorder = engine(policies={"scheduler": "admit_first"}, num_blocks=2, block_size=4)
-    test_engine.add("a", range(4), 4)
+def test_who_is_preempted_by_the_plan_that_lets_it_in_was_in_no_step(tmp_path: Path) -> None:
+    """`b` is let in by two plans in which `a` then needs its only block; `c` holds the third one meanwhile."""
+    test_engine, recorder = engine(policies={"scheduler": "admit_first"}, num_blocks=3, block_size=4)
+    test_engine.add("a", range(4), 9)
     test_engine.step()
+    test_engine.add("c", range(1), 4)
     test_engine.add("b", range(4), 1)
     test_engine.run()
-    assert (test_engine.log.steps[1].scheduled, test_engine.log.steps[1].preempted) == ({"a": 1}, ("b",))
+    steps = test_engine.log.steps
+    assert [step.step for step in steps if step.preempted == ("b",)] == [1, 5]
+    assert [step.step for step in steps if "b" in step.scheduled] == [9]
     run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder, step_span_interval=1)
     test_links_point_to_exactly_the_requests_of_the_step(run)
     [root] = [root for root in run.roots if attributes(root)["kvengine.request.id"] == "b"]
     assert [(p["name"], start(p) // MS, end(p) // MS) for p in run.children(root)] == [
         ("queued", 10, 10),
         ("prefill", 10, 10),
-        ("preempted", 10, 40),
-        ("prefill", 40, 50),
+        ("preempted", 10, 50),
+        ("prefill", 50, 50),
+        ("preempted", 50, 90),
+        ("prefill", 90, 100),
     ]
+    decisions = run.tables["decisions"]
+    backwards = {**run.tables, "decisions": decisions.take(list(range(len(decisions)))[::-1])}
+    assert lives(backwards) == lives(run.tables), "the order of the table does not matter"
 
 
 def test_many_links_are_cut_and_counted(tmp_path: Path) -> None:

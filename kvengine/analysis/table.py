@@ -13,6 +13,10 @@ WIDTH_OF_FILES = 140
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
 
 
+NARROW = 110
+"""Below so many columns a sweep is printed as paragraphs."""
+
+
 def stdout() -> Console:
     """The console that tables are printed on."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
@@ -30,23 +34,35 @@ def print_summary(console: Console, summary: dict[str, Any], title: str) -> None
     console.print(table)
 
 
-def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | None]]) -> None:
-    """All variants of a sweep, one row each, named by what differs between them.
+def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | None, str]]) -> None:
+    """All variants of a sweep, one row each (or one paragraph, where a row is too wide), named by what differs.
 
-    A run is its overrides and its summary; None stands for one that was not completed.
+    A run is its overrides, its summary (None if it did not get that far) and its status.
     """
-    common = set.intersection(*(set(words) for words, _ in runs)) if len(runs) > 1 else set()
+    common = set.intersection(*(set(words) for words, _, _ in runs)) if len(runs) > 1 else set()
     said = [word for word in runs[0][0] if word in common] if runs else []
     console.print(
         "\nAll variants" + (f" with {' '.join(said)}" if said else ""), markup=False, soft_wrap=True
     )
+    rows = []
+    for words, summary, status in runs:
+        name = [word for word in words if word not in common] or ["(no overrides)"]
+        ended = [] if status == "complete" else [status]
+        cells = [shown(summary) if summary else "-" for shown in _SWEEP_COLUMNS.values()]
+        rows.append(("\n".join(name + ended), cells))
+    if console.width < NARROW:
+        for name, cells in rows:
+            pairs = zip(_SWEEP_COLUMNS, cells, strict=True)
+            lines = [name.replace("\n", " "), *(f"  {label}: {cell}" for label, cell in pairs)]
+            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+        return
     table = Table()
-    table.add_column("variant", overflow="fold")
+    longest = max((len(word) for name, _ in rows for word in name.split("\n")), default=0)
+    table.add_column("variant", overflow="fold", min_width=min(longest, console.width - NARROW + 20))
     for label in _SWEEP_COLUMNS:
         table.add_column(label, justify="right")
-    for words, summary in runs:
-        cells = [shown(summary) for shown in _SWEEP_COLUMNS.values()] if summary else ["failed"]
-        table.add_row("\n".join(word for word in words if word not in common), *cells)
+    for name, cells in rows:
+        table.add_row(name, *cells)
     console.print(table)
 
 

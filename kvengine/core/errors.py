@@ -35,11 +35,12 @@ class KvEngineError(Exception):
 
 
 class ConfigError(KvEngineError):
-    """A setting that cannot work: `key`, the `value` given, and `problem` with the nearest valid choice."""
+    """A setting that cannot work: `key`, the `value` given (None: there is none to show), and `problem` with
+    the nearest valid choice."""
 
     def __init__(self, key: str, value: object, problem: str) -> None:
         self.key, self.value, self.problem = key, value, problem
-        super().__init__(f"{key}={value}: {problem}")
+        super().__init__(f"{key}: {problem}" if value is None else f"{key}={value}: {problem}")
 
 
 class RequestError(KvEngineError):

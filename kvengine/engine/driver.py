@@ -66,7 +66,7 @@ class Driver:
 
     def _send_due(self) -> None:
         now = self._engine.clock.now()
-        while self._next is not None and self._is_due(self._next, now):
+        while self._next is not None and self._is_due(self._next, now) and not self._interrupted():
             arrival = now if self._concurrency else self._next.arrival_ns + self._start_ns
             self._send(replace(self._next, arrival_ns=arrival, ordinal=self.report.num_sent))
             self._next = next(self._requests, None)

@@ -65,19 +65,11 @@ def paged_attention_forward(
     layers that use attention in a way that one cache per layer cannot serve.
     """
     _refuse_unknown(module, attention_mask, others)
-    layer: int = module.layer_idx  # type: ignore[assignment]
     if kvengine_step is None:
         raise ModelError(f"{type(module).__name__} does not pass on to attention what its model was given")
-    if layer in kvengine_step.windows:
-        raise ModelError(f"{type(module).__name__} attends more than once in layer {layer}")
-    kvengine_step.windows[layer] = sliding_window
-    k_cache, v_cache = kvengine_step.caches[layer]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if keys.shape[1:] != k_cache.shape[1:] or values.shape[1:] != v_cache.shape[1:]:
-        raise ModelError(
-            f"{type(module).__name__}: K {tuple(keys.shape[1:])} and V {tuple(values.shape[1:])} per token do not "
-            f"fit a cache of {tuple(k_cache.shape[1:])}"
-        )
+    k_cache, v_cache = _cache_of(module, kvengine_step, keys, values)
+    kvengine_step.windows[int(module.layer_idx)] = sliding_window  # type: ignore[arg-type]
     write_kv(keys, values, k_cache, v_cache, kvengine_step.slot_mapping)
     out = kvengine_step.backend.run(
         kvengine_step.plan,
@@ -90,6 +82,22 @@ def paged_attention_forward(
         sinks=s_aux,
     )
     return out.unsqueeze(0), None
+
+
+def _cache_of(
+    module: torch.nn.Module, step: _Step, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caches of the module's layer; ModelError when it attends twice or with heads they were not made for."""
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if layer in step.windows:
+        raise ModelError(f"{type(module).__name__} attends more than once in layer {layer}")
+    k_cache, v_cache = step.caches[layer]
+    if keys.shape[1:] != k_cache.shape[1:] or values.shape[1:] != v_cache.shape[1:]:
+        raise ModelError(
+            f"{type(module).__name__}: K {tuple(keys.shape[1:])} and V {tuple(values.shape[1:])} per token do not "
+            f"fit a cache of {tuple(k_cache.shape[1:])}"
+        )
+    return k_cache, v_cache
 
 
 def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]) -> None:

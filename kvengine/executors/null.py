@@ -17,8 +17,8 @@ class NullConfig:
     step_ms: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.step_ms < 1e9:
-            raise ConfigError("executor.step_ms", self.step_ms, "must be a positive number of milliseconds")
+        if not 1e-6 <= self.step_ms < 1e9:
+            raise ConfigError("executor.step_ms", self.step_ms, "must be milliseconds, from 1e-6 (1 ns) up")
 
 
 class TokenSource(Protocol):

@@ -28,7 +28,8 @@ class HfModel:
 
     def __init__(self, config: HfConfig) -> None:
         if not config.path:
-            raise ConfigError("model.path", "null", "give a directory or a model hub id")
+            shown = "null" if config.path is None else ""
+            raise ConfigError("model.path", shown, "give a directory or a model hub id")
         self.name = config.path
         self._dtype = config.dtype
 
@@ -82,7 +83,7 @@ class HfModel:
                 dtype=torch_dtype(self.shape().dtype),
                 attn_implementation=ATTENTION_NAME,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # safetensors, torch and transformers each have their own
             raise ModelError(f"model.path={self.name}: cannot be loaded ({_first_line(error)})") from error
 
     def token_source(self, kv: KvShape) -> None:

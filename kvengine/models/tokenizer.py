@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+"""Any of them makes a tokenizer; without one transformers returns one that encodes everything to nothing."""
+
+
 class HfTokenizer:
     """The tokenizer saved in `directory`; raises ModelError when there is none or it cannot be read."""
 
@@ -75,6 +86,8 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
     """
     if not directory.is_dir():
         raise ModelError(f"model '{directory}': no such directory")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(f"model '{directory}': has no tokenizer; give prompt_token_ids by workload=jsonl")
     try:
         if (directory / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast

@@ -80,7 +80,8 @@ def lives(tables: dict[str, pa.Table]) -> dict[Key, Life]:
 
 
 def _events(decisions: pa.Table) -> dict[Key, list[_Event]]:
-    """Every admission, resumption and preemption, by sequence and in order."""
+    """Every admission, resumption and preemption, by sequence and in order: who leaves in the plan that let it
+    in left after it."""
     events: dict[Key, list[_Event]] = defaultdict(list)
     names = ("request_id", "choice", "action", "time_ns", "first_step")
     for request_id, choice, action, time_ns, step in zip(
@@ -88,6 +89,8 @@ def _events(decisions: pa.Table) -> dict[Key, list[_Event]]:
     ):
         if action in (Action.ADMIT, Action.RESUME, Action.PREEMPT):
             events[request_id, choice].append(_Event(action != Action.PREEMPT, time_ns, step))
+    for of_sequence in events.values():
+        of_sequence.sort(key=lambda event: (event.step, not event.enters))
     return events
 
 

@@ -6,6 +6,7 @@ import time
 from typing import Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kvengine.core.decision import Action, Decision
 from kvengine.core.errors import RequestError
@@ -14,9 +15,12 @@ from kvengine.core.reasons import FinishReason
 from kvengine.core.request import Request
 from kvengine.core.sequence import Sequence
 from kvengine.engine.recording import PoolState
-from kvengine.telemetry.tables import SCHEMAS, columns
+from kvengine.telemetry.tables import DECISIONS, SCHEMAS, STR, WORD, columns
 
 ROWS_PER_PART = 4096
+
+FLUSH_INTERVAL_NS = 5_000_000_000
+"""What a killed run can lose: the last 5 s."""
 
 
 class TableSink(Protocol):
@@ -44,6 +48,7 @@ class ColumnRecorder:
         self._parts: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
         self._open: dict[tuple[str, str, str], list] = {}
         self._spent_ns = 0
+        self._flush_due_ns = time.perf_counter_ns() + FLUSH_INTERVAL_NS
 
     @property
     def seconds(self) -> float:
@@ -69,7 +74,7 @@ class ColumnRecorder:
                 pool.num_running, pool.num_held, pool.num_waiting, pool.num_free_blocks, pool.num_tokens_held,
             )
         )  # fmt: skip
-        self._flush_full(plan.step)
+        self._flush_parts(plan.step, all_tables=began >= self._flush_due_ns)
         self._spent_ns += time.perf_counter_ns() - began
 
     def idle(self, plan: StepPlan) -> None:
@@ -115,11 +120,23 @@ class ColumnRecorder:
             self._flush(name)
 
     def tables(self) -> dict[str, pa.Table]:
-        """All that was recorded so far; call `flush` first."""
-        return {
+        """All that was recorded so far; call `flush` first.
+
+        Decisions are in order of steps: the order in which refusals were closed depends on when parts were.
+        """
+        whole = {
             name: pa.concat_tables([SCHEMAS[name].empty_table(), *parts])
             for name, parts in self._parts.items()
         }
+        order = [
+            (name, "ascending")
+            for name in ("first_step", "time_ns", "request_id", "choice", "action", "reason")
+        ]
+        plain = whole["decisions"].cast(
+            pa.schema([(f.name, STR if f.type == WORD else f.type) for f in DECISIONS])
+        )
+        indices = pc.sort_indices(plain, sort_keys=order)  # pyright: ignore[reportAttributeAccessIssue]
+        return {**whole, "decisions": whole["decisions"].take(indices)}
 
     def _decision(self, plan: StepPlan, decision: Decision) -> None:
         """Record it; a refusal equal to one of the step before lengthens that one instead."""
@@ -148,13 +165,15 @@ class ColumnRecorder:
                 self._rows["decisions"].append(tuple(row))
                 del self._open[key]
 
-    def _flush_full(self, step: int) -> None:
-        """Write the tables that have a part's worth of rows; refusals of this `step` may go on and stay."""
+    def _flush_parts(self, step: int, *, all_tables: bool) -> None:
+        """Write the tables that have a part's worth of rows, or all; refusals of this `step` may go on and stay."""
         for name, rows in self._rows.items():
-            if len(rows) >= ROWS_PER_PART:
+            if all_tables or len(rows) >= ROWS_PER_PART:
                 if name == "decisions":
                     self._close_refusals(before=step)
                 self._flush(name)
+        if all_tables:
+            self._flush_due_ns = time.perf_counter_ns() + FLUSH_INTERVAL_NS
 
     def _flush(self, name: str) -> None:
         rows, self._rows[name] = self._rows[name], []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ class RunDirectory:
             partial = target.with_suffix(".partial")
             pq.write_table(part, partial, compression="zstd")
             os.replace(partial, target)
+
+        self._attempt(write)
+
+    def write_whole(self, name: str, table: pa.Table) -> None:
+        """Put one file in the place of all parts of the table `name`: the run has ended."""
+        folder, whole = self.path / name, self.path / f"{name}.whole"
+
+        def write() -> None:
+            whole.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table, whole / "00000.parquet", compression="zstd")
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(whole, folder)
 
         self._attempt(write)
 

@@ -50,13 +50,17 @@ class ArrivalConfig:
                 raise ConfigError(key, value, f"must be between {low:g} and {high:g} ({unit})")
 
 
+MAX_REQUESTS = 100_000_000
+"""Above this a typing error is likelier than a workload."""
+
+
 def check_counts(
     num_requests: int | None, concurrency: int | None, arrival: ArrivalConfig | None = None
 ) -> None:
     """ConfigError for either below 1, and for a `concurrency` (closed loop) beside an arrival process."""
     for name, value in (("num_requests", num_requests), ("concurrency", concurrency)):
-        if value is not None and value < 1:
-            raise ConfigError(f"workload.{name}", value, "must be at least 1")
+        if value is not None and not 1 <= value <= MAX_REQUESTS:
+            raise ConfigError(f"workload.{name}", value, f"must be between 1 and {MAX_REQUESTS:,}")
     if concurrency is not None and arrival is not None and arrival.process != "all_at_once":
         raise ConfigError(
             "workload.concurrency",

@@ -19,7 +19,7 @@ def register_models(registry: Registry) -> None:
     add(
         "model",
         "smollm2-135m",
-        lambda config, build: HfModel(config) if config.path else SmolLM2Model(config),
+        lambda config, build: SmolLM2Model(config) if config.path is None else HfModel(config),
         schema=HfConfig,
         summary="SmolLM2-135M-Instruct, fetched once; with model.path: that model instead",
     )

@@ -51,7 +51,7 @@ class JsonlConfig:
 
 def jsonl_workload(config: JsonlConfig, build: Build) -> FileWorkload:
     """The workload of `config.path`; ConfigError names the file, the line and the field that is wrong."""
-    if config.path is None:
+    if not config.path:
         raise ConfigError("workload.path", "null", "workload=jsonl needs a file, like workload.path=my.jsonl")
     return FileWorkload(config, build, RequestFile(config.path, LINE_RULES))
 

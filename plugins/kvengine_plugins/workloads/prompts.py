@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from importlib import resources
 
+from kvengine.core.errors import ConfigError
 from kvengine.policies import Build
 from kvengine.workloads.arrivals import ArrivalConfig, arrival_times, check_counts, chosen_seed
 from kvengine_plugins.workloads.jsonl import PROMPT_RULES, FileWorkload, JsonlConfig, RequestFile
@@ -30,6 +31,8 @@ class PromptsConfig(JsonlConfig):
 
 def prompts_workload(config: PromptsConfig, build: Build) -> FileWorkload:
     """The workload of `config.path`; ConfigError names the file, the line and the field that is wrong."""
+    if config.path == "":
+        raise ConfigError("workload.path", "", "names no file; null takes the packaged prompts")
     packaged = resources.files("kvengine.workloads") / DEMO if config.path is None else None
     seed = chosen_seed(build.seed)
     return FileWorkload(
