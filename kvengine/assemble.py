@@ -43,6 +43,8 @@ class Blueprint:
     telemetry: TelemetryConfig
     build: Build
     executor: tuple[Entry, Any]
+    notes: tuple[str, ...]
+    """What the user set that has no effect in this run, a line each."""
 
     def engine(self, recorder: Recorder | None = None) -> Engine:
         """Load the model and put the engine together; ModelError when the model cannot be served."""
@@ -93,7 +95,15 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
         build=build,
         executor=chosen["executor"],
+        notes=_notes(engine_config, chosen["executor"][1]),
     )
+
+
+def _notes(engine: EngineConfig, executor: Any) -> tuple[str, ...]:
+    set_by_user = engine.gpu_memory_utilization != EngineConfig().gpu_memory_utilization
+    if set_by_user and not (isinstance(executor, TorchConfig) and uses_gpu(executor)):
+        return ("engine.gpu_memory_utilization is unused without a GPU; the pool is kv_memory_bytes",)
+    return ()
 
 
 def _pool(

@@ -7,6 +7,7 @@ import sys
 
 import kvengine
 from kvengine.core.errors import ConfigError, KvEngineError, ModelError, choices_hint
+from kvengine.registry import KINDS, Registry, discover
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -54,28 +55,42 @@ def _say(error: Exception, code: int) -> int:
 
 
 def _plugins(words: list[str]) -> int:
-    """List every plug-in: kind, name, summary, providing distribution; then the broken packages."""
+    """List every plug-in, or with KIND NAME show one: what it is, and its settings as its YAML explains them."""
+    from kvengine.compose import settings_file
+
+    registry = discover()
+    if not words:
+        return _list_plugins(registry)
+    if len(words) != 2:
+        raise ConfigError("plugins", " ".join(words), "takes nothing, or KIND and NAME")
+    kind, name = words
+    if kind not in KINDS:
+        raise ConfigError("plugins", kind, f"no such kind; {choices_hint(kind, KINDS)}")
+    entry = registry.get(kind, name)
+    print(f"{kind} {name} ({entry.distribution}): {entry.summary}\n")
+    print(settings_file(kind, name))
+    return 0
+
+
+def _list_plugins(registry: Registry) -> int:
+    """Kind, name, summary and providing distribution of each; then the broken packages."""
     from rich.table import Table
 
     from kvengine.analysis.table import stdout
-    from kvengine.registry import discover
 
-    if words:
-        raise ConfigError("plugins", " ".join(words), "takes no arguments")
-    registry = discover()
     table = Table("kind", "name", "summary", "from", box=None, pad_edge=False, header_style="bold")
     for entry in registry:
         table.add_row(entry.kind, entry.name, entry.summary, entry.distribution)
     console = stdout()
     console.print(table)
     for broken in registry.broken:
-        console.print(f"broken: {broken.name} ({broken.distribution}): {broken.problem}", markup=False)
+        line = f"broken: {broken.name} ({broken.distribution}): {broken.problem}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
 def _pull(words: list[str]) -> int:
     """Fetch a model ahead of time."""
-    from kvengine.registry import discover
 
     if len(words) != 1:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,19 @@ def conf_dir() -> Path:
     """The folder of YAML files: conf/ in a checkout, kvengine/conf in an installed wheel."""
     root = checkout()
     return root / "conf" if root else Path(__file__).resolve().parent / "conf"
+
+
+def settings_file(kind: str, name: str) -> str:
+    """The YAML of one choice, comments included, wherever Hydra finds it; ConfigError when there is none."""
+    folders = [conf_dir()]
+    for point in importlib.metadata.entry_points(group=CONF_ENTRY_POINT_GROUP):
+        spec = importlib.util.find_spec(point.value)
+        folders += [Path(where) for where in (spec.submodule_search_locations or ())] if spec else []
+    for folder in folders:
+        file = folder / kind / f"{name}.yaml"
+        if file.is_file():
+            return file.read_text(encoding="utf-8").rstrip()
+    raise ConfigError(kind, name, "its package brings no YAML of its settings (entry point kvengine.conf)")
 
 
 class ThirdPartyConf(SearchPathPlugin):

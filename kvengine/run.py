@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -69,6 +70,8 @@ class Run:
     def execute(self) -> int:
         """Load, drive, report; the exit code. KvEngineError when the run cannot start or go on."""
         next(iter(self._plan.workload.requests()), None)  # what is wrong with its texts shows before the load
+        for note in self._plan.notes:
+            print(f"note: {note}", file=sys.stderr)
         began = time.perf_counter()
         engine = self._plan.engine(self._recorder)
         self._times["load_s"] = time.perf_counter() - began

@@ -14,6 +14,7 @@ from kvengine import launch
 from kvengine.cli import main
 from kvengine.core.errors import ModelError
 from kvengine.models import smollm2
+from kvengine.registry import discover
 from kvengine.run import Run
 from kvengine.telemetry.run_directory import read_tables
 
@@ -77,7 +78,7 @@ MISTAKES = [
     ("-m max_num_seqs=4,0", "engine.max_num_seqs=0:", "at least 1"),
     ("engine=3", "engine=3:", "group"),
     ("+extra=1", "extra=1:", "no such group"),
-    ("~scheduler", "scheduler: ","names no scheduler"),
+    ("~scheduler", "scheduler: ", "names no scheduler"),
     ("workload=???", "workload", ""),
     ("model.path=no/such-model", "model.path=no/such-model:", "no such directory"),
     ("model=hf", "model.path=null:", "directory"),
@@ -288,6 +289,11 @@ def test_config_dir_and_globs_work(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "scheduler=continuous" in capsys.readouterr().out.split("All variants")[1]
 
 
+def test_what_has_no_effect_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "gpu_memory_utilization=0.5"]) == 0
+    assert capsys.readouterr().err.startswith("note: engine.gpu_memory_utilization is unused")
+
+
 def test_a_run_without_record_writes_nothing(tmp_path: Path) -> None:
     assert main([*QUICK, "telemetry.record=false"]) == 0
     assert list(tmp_path.iterdir()) == []
@@ -349,6 +355,20 @@ def test_plugins_lists_kind_name_summary_and_distribution(capsys: pytest.Capture
     row = next(line for line in said.splitlines() if line.startswith("scheduler") and " static " in line)
     assert "longest member ends" in row
     assert row.rstrip().endswith("kvengine 0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [("workload", "synthetic", "requests per second"), ("scheduler", "serial", "at_once: 1")],
+)
+def test_plugins_shows_the_settings_of_one(
+    kind: str, name: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name not in discover().names(kind):
+        pytest.skip(f"{kind}={name} is not installed: pip install ./plugins/examples/serial")
+    assert main(["plugins", kind, name]) == 0
+    assert says in capsys.readouterr().out
+    assert main(["plugins", kind, "nothing"]) == 2
 
 
 def test_help_lists_groups_options_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
