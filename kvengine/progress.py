@@ -41,7 +41,8 @@ class Progressing:
             self._follow(outputs[0].sequence, self._tokenizer())
         for output in outputs:
             if output.sequence is self._followed and self._detokenizer is not None:
-                self._words += self._detokenizer.push(output.token_ids)
+                words = self._words + self._detokenizer.push(output.token_ids)
+                self._words = words[-2 * WORDS_WIDTH :]
                 tail = " ".join(self._words.split())[-WORDS_WIDTH:]
                 self._progress.update(self._task, words=escape(f"{output.sequence.id}: {tail}"))
                 if output.finish_reason is not None:

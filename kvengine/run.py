@@ -200,7 +200,7 @@ class Run:
         self, directory: RunDirectory, tables: dict[str, Any], epoch_unix_ns: int
     ) -> dict[str, Any] | None:
         facts = RunFacts(
-            run_id=directory.path.name,
+            run_id=self._run_id(),
             model=self._plan.model.name,
             version=kvengine.__version__,
             epoch_unix_ns=epoch_unix_ns,
@@ -213,6 +213,11 @@ class Run:
         except OSError as error:
             directory.problem = error
             return None
+
+    def _run_id(self) -> str:
+        """The directory's name; a variant of a sweep has its sweep's before it."""
+        path = self._directory.path if self._directory else Path("unrecorded")
+        return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
 
     def _title(self, status: str) -> str:
         chosen = {kind: self._config[kind]["name"] for kind in ("scheduler", "allocator", "executor")}
@@ -235,6 +240,7 @@ class Run:
         if self._directory is not None:
             self._directory.write_run(
                 {
+                    "run_id": self._run_id(),
                     "status": status,
                     "kvengine": kvengine.__version__,
                     "started_unix_s": round(time.time() - kvengine.seconds_since_start(), 3),

@@ -86,6 +86,28 @@ def test_what_is_no_decoder_is_refused(name: str, base: dict[str, Any], tmp_path
     assert name.removesuffix("Config").lower() in str(error)
 
 
+@pytest.mark.parametrize(
+    ("name", "named"), [("DeepseekV3Config", "kv_lora_rank"), ("Gemma4TextConfig", "head_dim")]
+)
+def test_kv_of_another_shape_is_refused(name: str, named: str, base: dict[str, Any], tmp_path: Path) -> None:
+    error = refusal(base, save_config(tmp_path, name))
+    assert isinstance(error, ModelError)
+    assert named in str(error)
+
+
+@pytest.mark.parametrize("name", ["GPT2Config", "GPTNeoXConfig", "OPTConfig", "SmolLM3Config"])
+def test_decoders_of_every_age_pass_the_checks(name: str, base: dict[str, Any], tmp_path: Path) -> None:
+    path = save_config(tmp_path, name)
+    blueprint(
+        {
+            **base,
+            "model": {"name": "hf", "path": str(path)},
+            "engine": {**base["engine"], "max_model_len": 128},
+        },
+        REGISTRY,
+    )
+
+
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"model_type": "no_such_model"}'], ids=repr)
 def test_a_directory_without_a_readable_config_is_refused(
     content: str | None, base: dict[str, Any], tmp_path: Path

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pyarrow as pa
 
 from kvengine.core.decision import Action
 from kvengine.core.reasons import Reason
 
-ADVICE = {
+ADVICE: dict[str, str] = {
     Reason.MAX_NUM_SEQS: "all seats were taken; try a higher max_num_seqs if P99 latency allows",
     Reason.NO_BLOCKS: "KV memory was short; try a larger kv_memory_bytes, kv=fp8, or allocator=paged",
     Reason.FRAGMENTED: "free KV memory lay in pieces too small; try allocator=paged",
@@ -26,16 +24,22 @@ NEGLIGIBLE = 0.05
 
 def bound_line(tables: dict[str, pa.Table]) -> str:
     """The reason that kept requests waiting in most steps, as a sentence."""
-    num_steps = len(tables["steps"])
-    steps_by_reason: Counter[str] = Counter()
-    decisions = tables["decisions"]
+    shares = {reason: len(steps) for reason, steps in _steps_by_reason(tables["decisions"]).items()}
+    num_steps = max(len(tables["steps"]), 1)
+    reason = max(shares, key=lambda name: shares[name], default="")
+    share = min(shares.get(reason, 0) / num_steps, 1.0)
+    if share < NEGLIGIBLE:
+        return "Bound by: the model and the arrivals alone; no limit kept requests waiting."
+    advice = ADVICE.get(reason, "a plug-in's own reason; see the table decisions")
+    return f"Bound by: {reason} in {share:.0%} of steps: {advice}."
+
+
+def _steps_by_reason(decisions: pa.Table) -> dict[str, set[int]]:
+    """The steps in which each reason kept somebody waiting."""
+    found: dict[str, set[int]] = {}
     actions, reasons = (decisions[name].cast(pa.string()).to_pylist() for name in ("action", "reason"))
     first, last = decisions["first_step"].to_pylist(), decisions["last_step"].to_pylist()
     for action, reason, begin, end in zip(actions, reasons, first, last, strict=True):
         if action in (Action.REFUSE, Action.STOP):
-            steps_by_reason[reason] += end - begin + 1
-    reason, steps = steps_by_reason.most_common(1)[0] if steps_by_reason else ("", 0)
-    share = min(steps / num_steps, 1.0) if num_steps else 0.0
-    if share < NEGLIGIBLE:
-        return "Bound by: the model and the arrivals alone; no limit kept requests waiting."
-    return f"Bound by: {reason} in {share:.0%} of steps: {ADVICE[Reason(reason)]}."
+            found.setdefault(reason, set()).update(range(begin, end + 1))
+    return found

@@ -6,7 +6,6 @@ import time
 from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from kvengine.core.decision import Action, Decision
 from kvengine.core.errors import RequestError
@@ -15,7 +14,7 @@ from kvengine.core.reasons import FinishReason
 from kvengine.core.request import Request
 from kvengine.core.sequence import Sequence
 from kvengine.engine.recording import PoolState
-from kvengine.telemetry.tables import DECISIONS, SCHEMAS, STR, WORD, columns
+from kvengine.telemetry.tables import SCHEMAS, columns, in_order
 
 ROWS_PER_PART = 4096
 
@@ -120,23 +119,12 @@ class ColumnRecorder:
             self._flush(name)
 
     def tables(self) -> dict[str, pa.Table]:
-        """All that was recorded so far; call `flush` first.
-
-        Decisions are in order of steps: the order in which refusals were closed depends on when parts were.
-        """
+        """All that was recorded so far; call `flush` first."""
         whole = {
             name: pa.concat_tables([SCHEMAS[name].empty_table(), *parts])
             for name, parts in self._parts.items()
         }
-        order = [
-            (name, "ascending")
-            for name in ("first_step", "time_ns", "request_id", "choice", "action", "reason")
-        ]
-        plain = whole["decisions"].cast(
-            pa.schema([(f.name, STR if f.type == WORD else f.type) for f in DECISIONS])
-        )
-        indices = pc.sort_indices(plain, sort_keys=order)  # pyright: ignore[reportAttributeAccessIssue]
-        return {**whole, "decisions": whole["decisions"].take(indices)}
+        return whole | {"decisions": in_order(whole["decisions"])}
 
     def _decision(self, plan: StepPlan, decision: Decision) -> None:
         """Record it; a refusal equal to one of the step before lengthens that one instead."""

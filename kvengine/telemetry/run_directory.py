@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvengine.telemetry.tables import SCHEMAS
+from kvengine.telemetry.tables import SCHEMAS, in_order
 
 
 class RunDirectory:
@@ -26,9 +26,14 @@ class RunDirectory:
         self._num_parts = dict.fromkeys(SCHEMAS, 0)
 
     def write_run(self, content: dict[str, Any]) -> None:
-        """Replace run.json as a whole."""
+        """Replace run.json as a whole; tried even after a problem, which it then names."""
+        if self.problem is not None:
+            content = {**content, "recording_problem": str(self.problem)}
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-        self._attempt(lambda: _replace(self.path / "run.json", text + "\n"))
+        try:
+            _replace(self.path / "run.json", text + "\n")
+        except OSError as error:
+            self.problem = self.problem or error
 
     def write_part(self, name: str, part: pa.Table) -> None:
         """Add a closed Parquet file to the table `name`."""
@@ -81,7 +86,7 @@ def read_tables(path: Path) -> dict[str, pa.Table]:
     for name, schema in SCHEMAS.items():
         parts = [pq.read_table(part, schema=schema) for part in sorted((path / name).glob("*.parquet"))]
         found[name] = pa.concat_tables([schema.empty_table(), *parts])
-    return found
+    return found | {"decisions": in_order(found["decisions"])}
 
 
 def _replace(path: Path, text: str) -> None:

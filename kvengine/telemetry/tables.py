@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 I32, I64, STR = pa.int32(), pa.int64(), pa.string()
 WORD = pa.dictionary(pa.int32(), pa.string())
@@ -75,6 +76,15 @@ DECISIONS = pa.schema(
 refusal. `request_id` is null where the reason holds for all waiting; core.decision explains the numbers."""
 
 SCHEMAS = {"steps": STEPS, "requests": REQUESTS, "tokens": TOKENS, "decisions": DECISIONS}
+
+
+def in_order(decisions: pa.Table) -> pa.Table:
+    """Decisions in order of steps: the order in which refusals were closed depends on when parts were."""
+    keys = ("first_step", "time_ns", "request_id", "choice", "action", "reason")
+    plain = pa.schema([(field.name, STR if field.type == WORD else field.type) for field in DECISIONS])
+    order = [(name, "ascending") for name in keys]
+    indices = pc.sort_indices(decisions.cast(plain), sort_keys=order)  # pyright: ignore[reportAttributeAccessIssue]
+    return decisions.take(indices)
 
 
 def columns(name: str, rows: list[tuple]) -> pa.Table:

@@ -94,6 +94,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": architecture(
         "Cohere2Config", NO_WINDOW, sliding_window=WINDOW, layer_types=MIXED, logit_scale=1.0
     ),
+    "gpt_neox": architecture("GPTNeoXConfig", num_key_value_heads=4),
     "smollm3": architecture("SmolLM3Config", no_rope_layers=[1, 0]),
 }
 

@@ -58,6 +58,8 @@ class StaticScheduler:
         self._members = [seq for seq in self._members if seq.state is not SequenceState.FINISHED]
         if not (self._members or view.held or any(view.running)):
             self._form_batch(view)
+            if not self._members:
+                return
         if self._members and self._prefill(view):
             view.stop(Reason.BATCH_FORMING)
             return
