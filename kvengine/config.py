@@ -24,7 +24,7 @@ def from_mapping(cls: type, values: Mapping[str, Any], key: str) -> Any:
     value of the wrong type, and for whatever the dataclass itself refuses in `__post_init__`.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(key, values, "must be a group of settings")
+        raise ConfigError(key, _shown(values), "must be a group of settings")
     hints = typing.get_type_hints(cls)
     known = {field.name for field in fields(cls)}
     for name, value in values.items():
@@ -49,11 +49,11 @@ def _convert(kind: Any, value: Any, key: str, default: Any = None) -> Any:
         return _convert(next(arg for arg in args if arg is not type(None)), value, key)
     if origin is Literal:
         if value not in args:
-            raise ConfigError(key, value, choices_hint(value, map(str, args)))
+            raise ConfigError(key, _shown(value), choices_hint(value, map(str, args)))
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(key, value, f"must be a list, like '{key}=[...]'")
+            raise ConfigError(key, _shown(value), f"must be a list, like '{key}=[...]'")
         return tuple(_convert(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if is_dataclass(kind) and isinstance(kind, type):
         base = (
@@ -63,6 +63,11 @@ def _convert(kind: Any, value: Any, key: str, default: Any = None) -> Any:
         )
         return from_mapping(kind, {**base, **value} if isinstance(value, Mapping) else value, key)
     return _convert_scalar(kind, value, key)
+
+
+def _shown(value: Any) -> Any:
+    """`value` as users write it."""
+    return "null" if value is None else value
 
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
@@ -82,4 +87,4 @@ def _convert_scalar(kind: Any, value: Any, key: str) -> Any:
         return _BOOLEANS[str(value).lower()]
     if type(value) is kind:
         return value
-    raise ConfigError(key, "null" if value is None else value, f"must be {_WORDS.get(kind, kind.__name__)}")
+    raise ConfigError(key, _shown(value), f"must be {_WORDS.get(kind, kind.__name__)}")

@@ -104,7 +104,7 @@ def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, others: 
     unknown = [name for name, given in others.items() if name not in HARMLESS_ARGUMENTS and given is not None]
     if mask is not None:
         unknown.append("a mask")
-    if others.get("is_causal") is False:
+    if others.get("is_causal", getattr(module, "is_causal", True)) is False:
         unknown.append("non-causal attention")
     if unknown:
         what = ", ".join(unknown)

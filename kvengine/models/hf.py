@@ -101,27 +101,71 @@ def _max_position(config: Any) -> int:
 
 
 def refuse_unservable(config: Any, name: str) -> None:
-    """ModelError for a model whose layers keep a state besides KV, or do not dispatch their attention."""
+    """ModelError for a model that would be served wrong, saying what about it: no causal decoder, a state besides
+    KV, attention that is not dispatched, or KV whose shape is not the same in all layers."""
+    for problem in (_not_causal, _stateful, _not_dispatched, _uneven_kv):
+        found = problem(config)
+        if found:
+            raise ModelError(f"model.path={name}: {found}")
+
+
+def _model_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+
+
+def _not_causal(config: Any) -> str | None:
+    from transformers import AutoModelForMaskedLM
+
+    encoder = (
+        getattr(config, "is_decoder", True) is False and type(config) in AutoModelForMaskedLM._model_mapping
+    )
+    if _model_class(config) is None or encoder:
+        return f"'{config.model_type}' is not a causal LM that transformers knows"
+    return None
+
+
+def _stateful(config: Any) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    stateful = kinds - WINDOWED_LAYERS
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if model_class is None or getattr(config, "is_decoder", True) is False:
-        raise ModelError(
-            f"model.path={name}: '{config.model_type}' is not a causal LM that transformers knows"
-        )
-    if stateful or getattr(model_class, "_is_stateful", False):
-        which = ", ".join(sorted(stateful)) or config.model_type
-        raise ModelError(
-            f"model.path={name}: its layers keep a state besides KV ({which}), which kvengine cannot batch; "
-            f"take a model with attention layers only"
-        )
-    if not getattr(model_class, "_supports_attention_backend", False):
-        raise ModelError(
-            f"model.path={name}: attention of '{config.model_type}' does not go through transformers' "
-            f"AttentionInterface, so kvengine cannot page its KV"
-        )
+    other = kinds - WINDOWED_LAYERS
+    if not other and not getattr(_model_class(config), "_is_stateful", False):
+        return None
+    which = ", ".join(sorted(other)) or config.model_type
+    return (
+        f"its layers keep a state besides KV ({which}), which kvengine cannot batch; "
+        f"take a model with attention layers only"
+    )
+
+
+def _not_dispatched(config: Any) -> str | None:
+    if getattr(_model_class(config), "_supports_attention_backend", False):
+        return None
+    return (
+        f"attention of '{config.model_type}' does not go through transformers' AttentionInterface, "
+        f"so kvengine cannot page its KV"
+    )
+
+
+def _uneven_kv(config: Any) -> str | None:
+    """One cache shape serves all layers, so K and V must have it everywhere."""
+    try:
+        head_dim = getattr(config, "head_dim", None)
+    except (
+        Exception
+    ):  # transformers' own refusal to name one size where layers differ, which is no AttributeError
+        return "its layers differ in head_dim, and kvengine has one cache shape for all"
+    if getattr(config, "kv_lora_rank", None):
+        return "it keeps a compressed KV (kv_lora_rank), which kvengine cannot page yet"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "some layers use the KV of others (num_kv_shared_layers), which kvengine cannot page yet"
+    for other in ("global_head_dim", "v_head_dim"):
+        size = getattr(config, other, None)
+        if size and head_dim and size != head_dim:
+            return (
+                f"its KV has two sizes (head_dim={head_dim}, {other}={size}), which kvengine cannot page yet"
+            )
+    return None
 
 
 def torch_dtype(name: str) -> Any:
