@@ -57,6 +57,9 @@ class StubModel:
             eos_token_ids=(EOS,),
         )  # fmt: skip
 
+    def weight_bytes(self) -> int:
+        raise AssertionError("a workload asked for the weights")
+
     def tokenizer(self) -> Any:
         self.num_loads += 1
         return self.the_tokenizer
