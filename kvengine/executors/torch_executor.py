@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Protocol
 
@@ -69,12 +68,8 @@ def load_torch_executor(config: TorchConfig, build: Build) -> TorchExecutor:
     device = _device(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    gc.disable()  # importing and loading make many long-lived objects and no garbage: 0.5 s of 3
-    try:
-        backend = build.attention.backend()
-        module = build.model.load(build).to(device).eval()
-    finally:
-        gc.enable()
+    backend = build.attention.backend()
+    module = build.model.load(build).to(device).eval()
     assert build.limits is not None
     model = HfLogitsModel(
         module,
