@@ -13,8 +13,11 @@ WIDTH_OF_FILES = 140
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
 
 
-NARROW = 110
+NARROW = 116
 """Below so many columns a sweep is printed as paragraphs."""
+
+FIGURES_WIDTH = 92
+"""Columns that the figures of a sweep's row take."""
 
 
 def stdout() -> Console:
@@ -53,17 +56,21 @@ def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | N
     if console.width < NARROW:
         for name, cells in rows:
             pairs = zip(_SWEEP_COLUMNS, cells, strict=True)
-            lines = [name.replace("\n", " "), *(f"  {label}: {cell}" for label, cell in pairs)]
+            lines = [_one_line(name), *(f"  {_one_line(label)}: {cell}" for label, cell in pairs)]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return
     table = Table()
     longest = max((len(word) for name, _ in rows for word in name.split("\n")), default=0)
-    table.add_column("variant", overflow="fold", min_width=min(longest, console.width - NARROW + 20))
+    table.add_column("variant", overflow="fold", min_width=min(longest, console.width - FIGURES_WIDTH))
     for label in _SWEEP_COLUMNS:
         table.add_column(label, justify="right")
     for name, cells in rows:
         table.add_row(name, *cells)
     console.print(table)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", " ")
 
 
 def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
@@ -109,13 +116,13 @@ def _mean_peak(value: dict[str, float] | None) -> str:
 
 _SWEEP_COLUMNS = {
     "tok/s": lambda s: _number(s["output_tokens_per_s"], "{:,.1f}"),
-    "TTFT p50/p99 ms": lambda s: _pair(s["ttft_ms"]),
-    "TPOT p50/p99 ms": lambda s: _pair(s["tpot_ms"]),
-    "KV held/pool": lambda s: _number((s["kv_held_of_pool"] or {}).get("mean"), "{:.1%}"),
-    "KV held/reserved": lambda s: _number((s["kv_held_of_reserved"] or {}).get("mean"), "{:.1%}"),
-    "finished rows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
+    "TTFT ms\np50/p99": lambda s: _pair(s["ttft_ms"]),
+    "TPOT ms\np50/p99": lambda s: _pair(s["tpot_ms"]),
+    "KV held\n/ pool": lambda s: _number((s["kv_held_of_pool"] or {}).get("mean"), "{:.1%}"),
+    "KV held\n/ reserved": lambda s: _number((s["kv_held_of_reserved"] or {}).get("mean"), "{:.1%}"),
+    "finished\nrows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
     "steps": lambda s: f"{s['num_steps']:,}",
-    "preempt.": lambda s: f"{s['num_preemptions']:,}",
+    "pre-\nempted": lambda s: f"{s['num_preemptions']:,}",
 }
 
 
