@@ -72,26 +72,25 @@ def _check_flags(flags: list[str]) -> None:
             raise ConfigError("flag", flag, f"no such flag; {choices_hint(flag, known)}")
 
 
-def _check(overrides: list[str], sweeps: bool) -> list[dict[str, Any]]:
-    """The composed variants; ConfigError or ModelError over the first that cannot work."""
+def _check(overrides: list[str], sweeps: bool) -> list[bool]:
+    """Whether each variant records; ConfigError or ModelError over the first that cannot work."""
     registry = discover()
     own = [word for word in overrides if not key_of(word).startswith("hydra")]
-    composed = []
+    checked = []
     with composer() as compose:
         try:
             for variant in variants(own) if sweeps else [own]:
-                composed.append(compose(variant))
-                blueprint(composed[-1], registry)
+                checked.append(blueprint(compose(variant), registry).telemetry.record)
         except HYDRA_ERRORS as error:
             wrong = explain(error, overrides, [*flatten(compose([])), *LIMITS])
             raise ConfigError(
                 wrong.key, wrong.value, wrong.problem + registry.broken_hint(wrong.value)
             ) from error
-    return composed
+    return checked
 
 
-def _single(argv: list[str], overrides: list[str], checked: list[dict[str, Any]]) -> int:
-    records = not checked or checked[0].get("telemetry", {}).get("record", True)
+def _single(argv: list[str], overrides: list[str], checked: list[bool]) -> int:
+    records = not checked or checked[0]
     made = None if _sets(overrides, "hydra.run.dir") or not records else _new_directory("")
     where = [f"hydra.run.dir={_quoted(made or Path())}"] if made or not records else []
     codes: list[int] = []
