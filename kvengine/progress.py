@@ -21,7 +21,7 @@ WORDS_WIDTH = 60
 class Progressing:
     """A bar on stderr if that is a terminal, else nothing. It follows one sequence at a time, word by word."""
 
-    def __init__(self, progress: Progress, total: int, tokenizer: Callable[[], Tokenizer] | None) -> None:
+    def __init__(self, progress: Progress, total: int, tokenizer: Callable[[], Tokenizer]) -> None:
         self._progress = progress
         self._task = progress.add_task("requests", total=total, words="")
         self._tokenizer = tokenizer
@@ -34,27 +34,33 @@ class Progressing:
         self._progress.advance(self._task, requests)
 
     def show(self, outputs: list[RequestOutput]) -> None:
-        """Let the followed sequence say what it got, or follow another one."""
-        if self._progress.disable or self._tokenizer is None or not outputs:
+        """Let the followed sequence say what it got; follow another text when it has ended."""
+        texts = [output for output in outputs if output.sequence.request.prompt is not None]
+        if self._progress.disable or not texts:
             return
         if self._detokenizer is None:
-            self._follow(outputs[0].sequence, self._tokenizer())
-        for output in outputs:
+            self._follow(texts[0].sequence)
+        for output in texts:
             if output.sequence is self._followed and self._detokenizer is not None:
                 words = self._words + self._detokenizer.push(output.token_ids)
                 self._words = words[-2 * WORDS_WIDTH :]
-                tail = " ".join(self._words.split())[-WORDS_WIDTH:]
-                self._progress.update(self._task, words=escape(f"{output.sequence.id}: {tail}"))
+                said = f"{output.sequence.id}: {_one_line(self._words)[-WORDS_WIDTH:]}"
+                self._progress.update(self._task, words=escape(said))
                 if output.finish_reason is not None:
                     self._detokenizer = None
 
-    def _follow(self, seq: Sequence, tokenizer: Tokenizer) -> None:
-        self._followed, self._detokenizer, self._words = seq, Detokenizer(tokenizer), ""
+    def _follow(self, seq: Sequence) -> None:
+        self._followed, self._detokenizer, self._words = seq, Detokenizer(self._tokenizer()), ""
+
+
+def _one_line(text: str) -> str:
+    """`text` without what a model could do to a terminal."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 @contextmanager
-def progressing(total: int, tokenizer: Callable[[], Tokenizer] | None) -> Iterator[Progressing]:
-    """The display of a run of `total` requests; `tokenizer` gives words where requests are texts."""
+def progressing(total: int, tokenizer: Callable[[], Tokenizer]) -> Iterator[Progressing]:
+    """The display of a run of `total` requests; `tokenizer` is asked only if one of them is a text."""
     console = Console(file=sys.stderr)
     columns = (
         TextColumn("requests"),

@@ -98,10 +98,9 @@ class Run:
 
     def _drive(self, engine: Engine) -> DriverReport:
         workload = self._plan.workload
-        texts = self._config["workload"]["name"] != "synthetic"
         with (
             _interrupts() as interrupted,
-            progressing(workload.num_requests, self._tokenizer if texts else None) as progress,
+            progressing(workload.num_requests, self._tokenizer) as progress,
         ):
             driver = Driver(
                 engine,
