@@ -79,7 +79,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     model = make(chosen["model"], build)
     shape = model.shape()
     check_model_len(engine_config, model.name, shape)
-    kv = _pool(config, engine_config, model, chosen["executor"])
+    kv = _pool(config, engine_config, model, shape, chosen["executor"][1])
     build = replace(build, model=model, kv=kv)
     limits, parts = build_policies(registry, config, engine_config, kv)
     build = replace(build, limits=limits)
@@ -107,14 +107,13 @@ def _notes(engine: EngineConfig, executor: Any) -> tuple[str, ...]:
 
 
 def _pool(
-    config: Mapping[str, Any], engine: EngineConfig, model: Model, executor: tuple[Entry, Any]
+    config: Mapping[str, Any], engine: EngineConfig, model: Model, shape: ModelShape, executor: Any
 ) -> KvShape:
     """The KV pool, from the user's size or from what the executor's device has; ConfigError."""
-    shape, options = model.shape(), executor[1]
     kv_config = from_mapping(KvConfig, config.get("kv", {}), "kv")
-    if not isinstance(options, TorchConfig):
+    if not isinstance(executor, TorchConfig):
         return kv_shape(kv_config, engine, shape)
-    if not uses_gpu(options):
+    if not uses_gpu(executor):
         kv = kv_shape(kv_config, engine, shape)
         check_host_memory(kv, shape)
         return kv

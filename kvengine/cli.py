@@ -6,10 +6,16 @@ import os
 import sys
 
 import kvengine
-from kvengine.core.errors import ConfigError, KvEngineError, ModelError, choices_hint
+from kvengine.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ConfigError,
+    KvEngineError,
+    ModelError,
+    choices_hint,
+)
 from kvengine.registry import KINDS, Registry, discover
-
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -91,7 +97,6 @@ def _list_plugins(registry: Registry) -> int:
 
 def _pull(words: list[str]) -> int:
     """Fetch a model ahead of time."""
-
     if len(words) != 1:
         raise ConfigError(
             "pull", " ".join(words), "name one model, as in: python -m kvengine pull smollm2-135m"

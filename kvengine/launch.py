@@ -29,10 +29,18 @@ from kvengine.compose import (
     register_third_party_conf,
     variants,
 )
-from kvengine.core.errors import ConfigError, KvEngineError, ModelError, choices_hint
+from kvengine.core.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    ConfigError,
+    KvEngineError,
+    ModelError,
+    choices_hint,
+)
 from kvengine.overrides import HYDRA_ERRORS, LIMITS, expand, explain, flatten, key_of
 from kvengine.registry import discover
-from kvengine.run import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Run
+from kvengine.run import Run
 
 FLAGS_WITHOUT_RUN = (
     "--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",

@@ -17,7 +17,7 @@ from kvengine.analysis.bound import bound_line
 from kvengine.analysis.summary import PoolFacts, summarize
 from kvengine.analysis.table import print_summary, stdout
 from kvengine.assemble import Blueprint, blueprint
-from kvengine.core.errors import KvEngineError, RequestError
+from kvengine.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, KvEngineError, RequestError
 from kvengine.core.plan import RequestOutput
 from kvengine.core.reasons import FinishReason
 from kvengine.core.sequence import Sequence
@@ -29,8 +29,6 @@ from kvengine.registry import KINDS, Registry
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.telemetry.run_directory import RunDirectory
 from kvengine.telemetry.spans import RunFacts, write_spans
-
-EXIT_OK, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 
 MAX_REJECTIONS_SHOWN = 5
 SAMPLE_WIDTH = 120

@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from kvengine.compose import composer
-from kvengine.core.errors import PolicyError
+from kvengine.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, PolicyError
 from kvengine.executors.null import NullExecutor
 from kvengine.overrides import expand
 from kvengine.registry import discover
-from kvengine.run import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Run
+from kvengine.run import Run
 from kvengine.telemetry import run_directory as run_directory_module
 from kvengine.telemetry.run_directory import RunDirectory, read_tables
 from kvengine.telemetry.tables import SCHEMAS, columns

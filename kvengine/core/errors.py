@@ -13,6 +13,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+"""Exit codes of the command line."""
+
 
 def nearest(name: object, choices: Iterable[str]) -> str | None:
     """The choice that a mistyped `name` most likely meant, or None when none is close."""
