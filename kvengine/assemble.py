@@ -10,6 +10,7 @@ from kvengine import policies
 from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError, KvEngineError, PolicyError, choices_hint
 from kvengine.core.limits import EngineConfig, EngineLimits
+from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.engine.clock import VirtualClock, WallClock
 from kvengine.engine.context import SchedulingContext
 from kvengine.engine.engine import Engine
@@ -18,7 +19,7 @@ from kvengine.engine.recording import Recorder
 from kvengine.executors.config import TorchConfig
 from kvengine.executors.device_memory import check_host_memory, gpu_kv_bytes, uses_gpu
 from kvengine.kv.sizing import KvConfig, kv_shape
-from kvengine.policies import Build, KvShape, Model, ModelShape, Workload
+from kvengine.policies import Build, Model, Workload
 from kvengine.registry import KINDS, Entry, Registry
 from kvengine.telemetry.config import TelemetryConfig
 

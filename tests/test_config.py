@@ -11,8 +11,8 @@ import pytest
 from kvengine.config import NoOptions, from_mapping
 from kvengine.core.errors import ConfigError
 from kvengine.core.limits import EngineConfig
+from kvengine.core.shapes import ModelShape
 from kvengine.kv.sizing import KvConfig, kv_shape
-from kvengine.policies import ModelShape
 
 # ---- from_mapping
 

@@ -21,9 +21,10 @@ from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError
 from kvengine.core.limits import EngineLimits
 from kvengine.core.request import SamplingParams
+from kvengine.core.shapes import ModelShape
 from kvengine.engine.driver import Driver
 from kvengine.models.byte_tokenizer import ByteTokenizer
-from kvengine.policies import Build, ModelShape
+from kvengine.policies import Build
 from kvengine.registry import Registry
 from kvengine.testing.engines import TestEngine
 from kvengine.workloads.arrivals import ArrivalConfig, arrival_times, random_stream

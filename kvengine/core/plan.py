@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvengine.core.decision import Decision
 from kvengine.core.reasons import FinishReason
@@ -13,13 +14,15 @@ from kvengine.core.sequence import Sequence
 class ScheduledRow:
     """One sequence's share of a step: tokens [start, start + num_tokens) are computed.
 
-    `samples` is true when the row reaches the newest token, so that its last position yields a new one.
+    `samples` is true when the row reaches the newest token, so that its last position yields a new one: one for
+    `seq`, and one for each of `forks`, the other choices of its request that begin with the same prompt.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
+    forks: tuple[Sequence, ...] = ()
 
 
 @dataclass(slots=True)
@@ -35,6 +38,12 @@ class StepPlan:
     rows: list[ScheduledRow] = field(default_factory=list)
     idle_rows: list[Sequence] = field(default_factory=list)
     padding_tokens: int = 0
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    """(device block, host block) pairs to copy, before everything else."""
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
+    """(host block, device block) pairs to copy, after the swap-outs."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, destination block) pairs to copy on the device, after the swaps and before any write."""
     preempted: list[Sequence] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     recomputed_tokens: int = 0
@@ -49,12 +58,23 @@ class StepPlan:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to execute and nothing was decided."""
-        return not (self.rows or self.preempted or self.idle_rows)
+        return not (
+            self.rows or self.preempted or self.idle_rows or self.swap_outs or self.swap_ins or self.copies
+        )
+
+
+class MemoryOperations(NamedTuple):
+    """Block copies that an allocator asks for in one plan; pairs and order are those of StepPlan."""
+
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What an executor returns: `token_ids[i]` are the accepted ids of plan.rows[i], [] for a partial prefill.
+    """What an executor returns: `token_ids[i]` are the accepted ids of plan.rows[i], [] for a partial prefill,
+    else one for its sequence and one for each of its forks, in that order.
 
     `duration_ns` is what the step took on the executor's hardware (real or assumed).
     """

@@ -60,6 +60,10 @@ class Request:
 
     `known_output_tokens` is the true output length where the workload knows it; it implies `ignore_eos` and
     caps the output at that length. `prompt` is the text, if there was one, kept for the record.
+
+    `cache_salt` keeps its prefix-cache entries to requests of the same salt; `tenant` names whose request it is,
+    and does the same under prefix_cache.isolate_tenants. `fork_of` names a live request of which this one is a
+    branch: its prompt then is that request's tokens so far and `prompt_token_ids` after them.
     """
 
     id: str
@@ -68,6 +72,9 @@ class Request:
     arrival_ns: int = 0
     known_output_tokens: int | None = None
     prompt: str | None = None
+    cache_salt: str | None = None
+    tenant: str | None = None
+    fork_of: str | None = None
     ordinal: int = 0
     """Its place in the workload, from 0; the driver sets it."""
 

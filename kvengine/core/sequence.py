@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Any
 
 from kvengine.core.reasons import FinishReason
 from kvengine.core.request import Request
@@ -14,18 +15,23 @@ class SequenceState(Enum):
     WAITING = auto()
     RUNNING = auto()
     PREEMPTED = auto()
+    SWAPPED = auto()
     FINISHED = auto()
 
 
 class BlockTable:
     """The blocks of one sequence in token order: token i lies in `blocks[i // block_size]`."""
 
-    __slots__ = ("blocks", "num_slots")
+    __slots__ = ("blocks", "host_blocks", "num_slots", "prefix")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_slots = 0
-        """Slots owned: how many tokens fit without asking the allocator again."""
+        """Slots it may write: how many tokens fit without asking the allocator again."""
+        self.host_blocks: list[int] = []
+        """Where the KV of its computed tokens is while it is swapped out."""
+        self.prefix: Any = None
+        """What a sharing allocator remembers of its place in the prefix cache."""
 
 
 class Sequence:
@@ -40,10 +46,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival_ns", "block_table", "choice", "finish_reason", "max_tokens_total", "num_computed_peak",
-        "num_computed_tokens", "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens",
-        "num_scheduled_tokens", "order", "request", "seed", "state", "stop_ids", "times", "token_ids",
-        "token_runs",
+        "arrival_ns", "block_table", "choice", "finish_reason", "max_tokens_total", "num_cached_tokens",
+        "num_computed_peak", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_recomputed_tokens", "num_scheduled_tokens", "order", "request", "seed", "siblings", "state",
+        "stop_ids", "times", "token_ids", "token_runs",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +77,10 @@ class Sequence:
         self.num_computed_peak = 0
         """The most tokens ever computed: computing below it again is recomputation."""
         self.num_scheduled_tokens = 0
+        self.num_cached_tokens = 0
+        """Tokens it never computed, since the pool held their KV when it was first admitted or forked."""
+        self.siblings: list[Sequence] = []
+        """Choices of its request that wait to be forked from it when its prompt is computed."""
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.block_table = BlockTable()

@@ -112,7 +112,7 @@ class SchedulingContext:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is accounted for by the live sequences."""
         live = [*self._running, *self.held]
-        self.allocator.check_integrity([seq.block_table.blocks for seq in live])
+        self.allocator.check_integrity(live)
         held = sum(seq.num_computed_tokens for seq in live)
         assert held == self.num_tokens_held, f"{held} tokens are held, {self.num_tokens_held} counted"
         for seq in self.waiting:

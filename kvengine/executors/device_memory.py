@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 from kvengine.core.errors import ConfigError
+from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.executors.config import TorchConfig
 from kvengine.kv.sizing import BYTES_PER_VALUE
-from kvengine.policies import KvShape, Model, ModelShape
+from kvengine.policies import Model
 
 ACTIVATION_BYTES = 2 * 2**30
 """Left free on a GPU for activations and the allocator's slack."""

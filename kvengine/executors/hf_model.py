@@ -13,8 +13,8 @@ import torch
 from transformers import AttentionInterface
 
 from kvengine.core.errors import ModelError
+from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.executors.input_batch import InputBatch
-from kvengine.policies import KvShape, ModelShape
 from kvengine_kernels.cache import KV_DTYPES, allocate_cache, write_kv
 
 ATTENTION_NAME = "kvengine"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvengine.core.errors import ConfigError
 from kvengine.core.limits import EngineConfig
-from kvengine.policies import KvShape, ModelShape
+from kvengine.core.shapes import KvShape, ModelShape
 
 BYTES_PER_VALUE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvengine.core.errors import ConfigError, ModelError
+from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.models.tokenizer import HfTokenizer, declared_eos_ids
-from kvengine.policies import Build, KvShape, ModelShape, Tokenizer
+from kvengine.policies import Build, Tokenizer
 
 WINDOWED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """The layer types whose state is the KV of past tokens, and nothing else."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.models.byte_tokenizer import ByteTokenizer
-from kvengine.policies import Build, KvShape, ModelShape, Tokenizer
+from kvengine.policies import Build, Tokenizer
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_POSITION = 2, 4, 2, 16, 8192
 

@@ -9,12 +9,12 @@ from kvengine.assemble import build_policies
 from kvengine.core.limits import EngineConfig
 from kvengine.core.plan import Idle
 from kvengine.core.request import Request, SamplingParams
+from kvengine.core.shapes import KvShape
 from kvengine.engine.clock import VirtualClock
 from kvengine.engine.context import SchedulingContext
 from kvengine.engine.engine import Engine
 from kvengine.engine.intake import Intake
 from kvengine.executors.null import NullConfig, NullExecutor, TokenSource
-from kvengine.policies import KvShape
 from kvengine.registry import Registry, discover
 from kvengine.testing.sources import ChecksumSource
 from kvengine.testing.step_log import StepLog

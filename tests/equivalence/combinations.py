@@ -14,9 +14,10 @@ from greedy_reference import Ask
 from kvengine.assemble import blueprint
 from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import RequestOutput
+from kvengine.core.shapes import KvShape
 from kvengine.engine.driver import Driver
 from kvengine.engine.engine import Engine
-from kvengine.policies import Build, KvShape
+from kvengine.policies import Build
 from kvengine.registry import Registry, discover
 from kvengine.testing.step_log import StepLog
 

@@ -11,9 +11,10 @@ from kvengine.core.errors import ConfigError
 from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence
 from kvengine.kv.buddy import BuddyArena
+from kvengine.policies import Allocator
 
 
-class ContiguousMaxAllocator:
+class ContiguousMaxAllocator(Allocator):
     """Every sequence gets one region for the longest sequence there can be, whatever it will use of it."""
 
     shares = False
@@ -36,6 +37,10 @@ class ContiguousMaxAllocator:
     @property
     def num_free_blocks(self) -> int:
         return self._arena.num_free
+
+    @property
+    def num_owned_slots(self) -> int:
+        return (self.num_blocks - self._arena.num_free) * self.block_size
 
     @property
     def capacity(self) -> int:
@@ -64,8 +69,8 @@ class ContiguousMaxAllocator:
         table.blocks, table.num_slots = [], 0
         return freed
 
-    def check_integrity(self, tables: Iterable[list[int]]) -> None:
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         self._arena.check_integrity()
-        held = sorted(block for table in tables for block in table)
+        held = sorted(block for seq in sequences for block in seq.block_table.blocks)
         assert len(held) == len(set(held)), "a block is in two tables"
         assert len(held) + self._arena.num_free == self.num_blocks, "free and held blocks do not add up"

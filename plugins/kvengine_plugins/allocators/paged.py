@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence
 from kvengine.kv.block_pool import BlockPool
+from kvengine.policies import Allocator
 
 
-class PagedAllocator:
+class PagedAllocator(Allocator):
     """Wastes less than one block per sequence, and knows no external fragmentation."""
 
     shares = False
@@ -27,6 +28,10 @@ class PagedAllocator:
     @property
     def num_free_blocks(self) -> int:
         return self._pool.num_free
+
+    @property
+    def num_owned_slots(self) -> int:
+        return (self.num_blocks - self._pool.num_free) * self.block_size
 
     @property
     def capacity(self) -> int:
@@ -50,5 +55,5 @@ class PagedAllocator:
         table.blocks, table.num_slots = [], 0
         return freed
 
-    def check_integrity(self, tables: Iterable[list[int]]) -> None:
-        self._pool.check_integrity(tables)
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        self._pool.check_integrity([seq.block_table.blocks for seq in sequences])

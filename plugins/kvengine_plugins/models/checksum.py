@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvengine.core.errors import ConfigError
+from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.models.byte_tokenizer import ByteTokenizer
-from kvengine.policies import Build, KvShape, ModelShape, Tokenizer
+from kvengine.policies import Build, Tokenizer
 from kvengine.testing.sources import ChecksumSource
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvengine.core.shapes import ModelShape
 from kvengine.models import smollm2
 from kvengine.models.hf import HfConfig, HfModel
-from kvengine.policies import ModelShape
 
 SHAPE = ModelShape(
     num_layers=30,

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvengine.core.errors import ConfigError, choices_hint
 from kvengine.core.request import Request, SamplingParams
-from kvengine.policies import Build, Tokenizer
+from kvengine.policies import Build, Tokenizer, Workload
 from kvengine.workloads.arrivals import NS_PER_S, check_counts
 from kvengine_plugins.workloads.synthetic import check_sampling
 
@@ -56,7 +56,7 @@ def jsonl_workload(config: JsonlConfig, build: Build) -> FileWorkload:
     return FileWorkload(config, build, RequestFile(config.path, LINE_RULES))
 
 
-class FileWorkload:
+class FileWorkload(Workload):
     """The requests of a RequestFile, which is checked here once and read again as they are asked for.
 
     `arrivals` gives arrival times in ns in place of the file's; `max_tokens` limits a line where neither it

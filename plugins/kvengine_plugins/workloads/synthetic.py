@@ -9,7 +9,7 @@ import numpy as np
 
 from kvengine.core.errors import ConfigError
 from kvengine.core.request import Request, SamplingParams
-from kvengine.policies import Build
+from kvengine.policies import Build, Workload
 from kvengine.workloads.arrivals import ArrivalConfig, arrival_times, check_counts, chosen_seed, random_stream
 from kvengine.workloads.lengths import LengthConfig, lengths
 
@@ -52,13 +52,15 @@ def check_sampling(sampling: SamplingParams, build: Build) -> None:
         raise ConfigError(f"workload.sampling.{name}", getattr(sampling, name), rule)
 
 
-class SyntheticWorkload:
+class SyntheticWorkload(Workload):
     """Every output length is known, so no end-of-sequence token ends one; prompts hold none either.
 
     Prompt lengths, output lengths, arrivals and the ids of each prompt have random streams of their own: one
     changes without the others, and clipping takes tokens from the end. Raises ConfigError for sampling
     settings that no request can have, and for a max_model_len that holds no request.
     """
+
+    knows_lengths = True
 
     def __init__(self, config: SyntheticConfig, build: Build) -> None:
         assert build.model is not None
