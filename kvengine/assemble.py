@@ -9,8 +9,8 @@ from typing import Any
 from kvengine import policies
 from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError, KvEngineError, PolicyError, choices_hint
-from kvengine.core.limits import EngineConfig, EngineLimits
-from kvengine.core.shapes import KvShape, ModelShape
+from kvengine.core.limits import DebugConfig, EngineConfig, EngineLimits
+from kvengine.core.shapes import KvShape, ModelShape, PrefixCacheConfig
 from kvengine.engine.clock import VirtualClock, WallClock
 from kvengine.engine.context import SchedulingContext
 from kvengine.engine.engine import Engine
@@ -18,6 +18,7 @@ from kvengine.engine.intake import Intake
 from kvengine.engine.recording import Recorder
 from kvengine.executors.config import TorchConfig
 from kvengine.executors.device_memory import check_host_memory, gpu_kv_bytes, uses_gpu
+from kvengine.kv.host_pool import SwapPool
 from kvengine.kv.sizing import KvConfig, kv_shape
 from kvengine.policies import Build, Model, Workload
 from kvengine.registry import KINDS, Entry, Registry
@@ -26,7 +27,7 @@ from kvengine.telemetry.config import TelemetryConfig
 CONTEXT_KINDS = ("allocator", "queue", "admission", "victim", "preemption")
 """Policies that the scheduling context needs besides the scheduler, in the order they are built."""
 
-GROUPS = ("engine", "kv", "telemetry", *KINDS)
+GROUPS = ("engine", "kv", "prefix_cache", "telemetry", "debug", *KINDS)
 """Every group that a configuration consists of."""
 
 
@@ -42,6 +43,7 @@ class Blueprint:
     context: SchedulingContext
     workload: Workload
     telemetry: TelemetryConfig
+    debug: DebugConfig
     build: Build
     executor: tuple[Entry, Any]
     notes: tuple[str, ...]
@@ -62,6 +64,7 @@ class Blueprint:
             ),
             clock=VirtualClock() if executor.virtual_time else WallClock(),
             recorder=recorder,
+            check_every_step=self.debug.integrity,
         )
 
 
@@ -82,7 +85,8 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     check_model_len(engine_config, model.name, shape)
     kv = _pool(config, engine_config, model, shape, chosen["executor"][1])
     build = replace(build, model=model, kv=kv)
-    limits, parts = build_policies(registry, config, engine_config, kv)
+    cache = from_mapping(PrefixCacheConfig, config.get("prefix_cache", {}), "prefix_cache")
+    limits, parts = build_policies(registry, config, engine_config, kv, cache)
     build = replace(build, limits=limits)
     build = replace(build, attention=make(chosen["attention"], build))
     return Blueprint(
@@ -94,6 +98,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         context=SchedulingContext(limits=limits, **parts),
         workload=make(chosen["workload"], build),
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
+        debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
         executor=chosen["executor"],
         notes=_notes(engine_config, chosen["executor"][1]),
@@ -125,15 +130,27 @@ def _pool(
 
 
 def build_policies(
-    registry: Registry, config: Mapping[str, Any], engine: EngineConfig, kv: KvShape
+    registry: Registry,
+    config: Mapping[str, Any],
+    engine: EngineConfig,
+    kv: KvShape,
+    prefix_cache: PrefixCacheConfig,
 ) -> tuple[EngineLimits, dict[str, Any]]:
-    """The limits under the chosen scheduler, and the scheduler and the other policies of the context."""
-    build = Build(seed=engine.seed, kv=kv)
+    """The limits under the chosen scheduler, and the scheduler, the other policies and the host pool of the
+    context."""
+    host_pool = SwapPool(kv.num_host_blocks)
+    build = Build(seed=engine.seed, kv=kv, prefix_cache=prefix_cache, host_pool=host_pool)
+    build = replace(build, eviction=make(choose(registry, config, "eviction"), build))
     scheduler = make(choose(registry, config, "scheduler"), build)
     limits = engine.resolve(chunks=scheduler.chunks, scheduler=config["scheduler"]["name"])
     build = replace(build, limits=limits)
     parts = {kind: make(choose(registry, config, kind), build) for kind in CONTEXT_KINDS}
-    return limits, {"scheduler": scheduler, **parts}
+    if prefix_cache.mode == "on" and not parts["allocator"].shares:
+        problem = (
+            f"allocator={config['allocator']['name']} does not share blocks; take allocator=paged, or auto"
+        )
+        raise ConfigError("prefix_cache", "on", problem)
+    return limits, {"scheduler": scheduler, "host_pool": host_pool, **parts}
 
 
 def choose(registry: Registry, config: Mapping[str, Any], kind: str) -> tuple[Entry, Any]:

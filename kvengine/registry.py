@@ -14,8 +14,8 @@ from kvengine.config import NoOptions
 from kvengine.core.errors import ConfigError, choices_hint
 
 KINDS = (
-    "allocator", "scheduler", "queue", "admission", "victim", "preemption", "attention", "executor",
-    "workload", "model",
+    "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "attention",
+    "executor", "workload", "model",
 )  # fmt: skip
 """Every plug-in kind; each has a contract in policies.py and a config group of the same name."""
 

@@ -62,6 +62,7 @@ class Run:
         self._facts = PoolFacts(
             num_blocks=self._plan.kv.num_blocks,
             block_size=self._plan.kv.block_size,
+            block_bytes=self._plan.kv.block_bytes,
             max_num_seqs=self._plan.limits.max_num_seqs,
         )
 

@@ -13,6 +13,7 @@ ADVICE: dict[str, str] = {
     Reason.FRAGMENTED: "free KV memory lay in pieces too small; try allocator=paged",
     Reason.NO_TOKEN_BUDGET: "the token budget of a step was spent; try a higher max_num_batched_tokens",
     Reason.AFTER_PREEMPTION: "KV memory ran out while running; try a lower max_num_seqs or a larger pool",
+    Reason.NO_SWAP_SPACE: "host memory for swapping was full; try a larger swap_space_bytes",
     Reason.BATCH_FORMING: "static batches were being collected; try scheduler=continuous",
     Reason.BATCH_DRAINING: "requests waited for a static batch to end; try scheduler=continuous",
 }

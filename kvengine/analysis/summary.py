@@ -17,6 +17,7 @@ class PoolFacts:
 
     num_blocks: int
     block_size: int
+    block_bytes: int
     max_num_seqs: int
 
 
@@ -47,7 +48,8 @@ def summarize(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
         "tpot_ms": _percentiles(tpot),
         "itl_ms": _percentiles(itl),
         "queue_ms": _percentiles(_gap_ms(served, "admitted_ns", arrival)),
-        **_memory(steps, pool),
+        **_memory(tables, pool),
+        **_reuse(served, steps, pool),
         **_work(steps, pool),
     }
 
@@ -107,21 +109,46 @@ def _sequence_numbers(tokens: pa.Table) -> np.ndarray:
     return request * (choice.max(initial=0) + 1) + choice
 
 
-def _memory(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
-    """Tokens held over the whole pool and over what is reserved."""
+def _memory(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
+    """What the slots of the pool were used for.
+
+    held + reserved + internal + external = 1 in every step. Held: the KV of computed tokens. Reserved: to be
+    written by the sequence that owns it. Internal: owned and never written. External: owned by nobody, or lost to
+    the rounding of regions; of these, cached keep a prefix.
+    """
+    steps = tables["steps"]
+    names = ("held", "reserved", "internal", "external", "cached")
     if not len(steps):
-        return dict.fromkeys(("kv_held_of_pool", "kv_held_of_reserved", "kv_reserved_of_pool"))
-    held = _array(steps, "num_tokens_held")
-    reserved = (pool.num_blocks - _array(steps, "num_free_blocks")) * pool.block_size
+        return {
+            **dict.fromkeys(f"kv_{name}_of_pool" for name in names),
+            "kv_held_of_owned": None,
+            "kv_saved_bytes": None,
+        }
     size = pool.num_blocks * pool.block_size
-    busy = reserved > 0
-    of_reserved = held[busy] / reserved[busy]
-    weights = _weights(steps)
-    return {
-        "kv_held_of_pool": _mean_and_peak(held / size, weights),
-        "kv_held_of_reserved": _mean_and_peak(of_reserved, weights[busy]) if busy.any() else None,
-        "kv_reserved_of_pool": _mean_and_peak(reserved / size, weights),
+    held, owned = _array(steps, "num_slots_held"), _array(steps, "num_slots_owned")
+    internal = _unwritten(tables["unwritten"], steps)
+    cached = _array(steps, "num_cached_blocks") * pool.block_size
+    parts = (held, owned - held - internal, internal, size - owned, cached)
+    weights, busy = _weights(steps), owned > 0
+    of_pool = {
+        f"kv_{name}_of_pool": _mean_and_peak(part / size, weights)
+        for name, part in zip(names, parts, strict=True)
     }
+    return {
+        **of_pool,
+        "kv_held_of_owned": _mean_and_peak(held[busy] / owned[busy], weights[busy]) if busy.any() else None,
+        "kv_saved_bytes": _mean_and_peak(_array(steps, "num_saved_blocks") * pool.block_bytes, weights),
+    }
+
+
+def _unwritten(unwritten: pa.Table, steps: pa.Table) -> np.ndarray:
+    """For every step the slots that were owned in it and never written."""
+    number = steps["step"].to_numpy()
+    change = np.zeros(len(number) + 1)
+    slots = unwritten["num_slots"].to_numpy()
+    np.add.at(change, np.searchsorted(number, unwritten["first_step"].to_numpy()), slots)
+    np.subtract.at(change, np.searchsorted(number, unwritten["last_step"].to_numpy(), side="right"), slots)
+    return np.cumsum(change)[:-1]
 
 
 def _weights(steps: pa.Table) -> np.ndarray:
@@ -130,6 +157,20 @@ def _weights(steps: pa.Table) -> np.ndarray:
 
 def _mean_and_peak(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     return {"mean": float(np.average(values, weights=weights)), "peak": float(values.max())}
+
+
+def _reuse(served: pa.Table, steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
+    """Tokens that were not computed because the pool had them, and blocks that were copied."""
+    cached, prompt = _sum(served, "num_cached_tokens"), _sum(served, "num_prompt_tokens")
+    out, back = _sum(steps, "num_swapped_out_blocks"), _sum(steps, "num_swapped_in_blocks")
+    return {
+        "cached_tokens": cached,
+        "cached_token_share": cached / prompt if prompt else None,
+        "copied_blocks": _sum(steps, "num_copied_blocks"),
+        "swapped_out_blocks": out,
+        "swapped_in_blocks": back,
+        "swapped_bytes": (out + back) * pool.block_bytes,
+    }
 
 
 def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:

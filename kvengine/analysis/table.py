@@ -87,17 +87,47 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("ITL", _latency(s["itl_ms"])),
         ("queue time", _latency(s["queue_ms"])),
         ("KV held / pool", _mean_peak(s["kv_held_of_pool"])),
-        ("KV held / reserved", _mean_peak(s["kv_held_of_reserved"])),
-        ("KV reserved / pool", _mean_peak(s["kv_reserved_of_pool"])),
+        ("KV held / owned", _mean_peak(s["kv_held_of_owned"])),
+        ("KV pool", _pool_parts(s)),
         ("slot occupancy", _number(s["slot_occupancy"], "{:.1%} of max_num_seqs")),
         ("steps", f"{s['num_steps']:,}"),
         ("preemptions", f"{s['num_preemptions']:,} ({s['recomputed_tokens']:,} tokens recomputed)"),
     ]
+    if s["cached_tokens"]:
+        lines.append(
+            ("cached tokens", f"{s['cached_tokens']:,} ({s['cached_token_share']:.1%} of prompt tokens)")
+        )
+    if s["kv_saved_bytes"] and s["kv_saved_bytes"]["peak"]:
+        saved = s["kv_saved_bytes"]
+        lines.append(("saved by sharing", f"mean {_bytes(saved['mean'])}  peak {_bytes(saved['peak'])}"))
+    if s["copied_blocks"]:
+        lines.append(("copy-on-write", f"{s['copied_blocks']:,} blocks"))
+    if s["swapped_bytes"]:
+        moved = f"{s['swapped_out_blocks']:,} blocks out, {s['swapped_in_blocks']:,} in"
+        lines.append(("swapped", f"{moved}, {_bytes(s['swapped_bytes'])}"))
     if s["idle_row_share"]:
         lines.append(("finished rows", f"{s['idle_row_share']:.1%} of row-steps computed for nothing"))
     if s["padding_tokens"]:
         lines.append(("padding tokens", f"{s['padding_tokens']:,}"))
     return lines
+
+
+def _pool_parts(s: dict[str, Any]) -> str:
+    """The mean parts of the pool, which add up to all of it."""
+    parts = ("held", "reserved", "internal", "external")
+    if s["kv_held_of_pool"] is None:
+        return "-"
+    text = " + ".join(f"{name} {s[f'kv_{name}_of_pool']['mean']:.1%}" for name in parts)
+    cached = s["kv_cached_of_pool"]["mean"]
+    return text + (f" (of it cached {cached:.1%})" if cached else "")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -119,7 +149,7 @@ _SWEEP_COLUMNS = {
     "TTFT ms\np50/p99": lambda s: _pair(s["ttft_ms"]),
     "TPOT ms\np50/p99": lambda s: _pair(s["tpot_ms"]),
     "KV held\n/ pool": lambda s: _number((s["kv_held_of_pool"] or {}).get("mean"), "{:.1%}"),
-    "KV held\n/ reserved": lambda s: _number((s["kv_held_of_reserved"] or {}).get("mean"), "{:.1%}"),
+    "KV held\n/ owned": lambda s: _number((s["kv_held_of_owned"] or {}).get("mean"), "{:.1%}"),
     "finished\nrows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
     "steps": lambda s: f"{s['num_steps']:,}",
     "pre-\nempted": lambda s: f"{s['num_preemptions']:,}",

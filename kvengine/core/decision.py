@@ -13,17 +13,24 @@ class Action(StrEnum):
 
     ADMIT = "admit"
     RESUME = "resume"
+    FORK = "fork"
+    """It began with the computed tokens of the sequence named in the detail, in the same blocks."""
     REFUSE = "refuse"
     """It asked to enter (or to grow) and was refused; equal refusals of consecutive steps are one row."""
     STOP = "stop"
     """The scheduler gave a reason for all waiting that it did not visit."""
     PREEMPT = "preempt"
+    """Its KV was dropped."""
+    SWAP_OUT = "swap_out"
+    """It was preempted, and its KV went to the host."""
     ABORT = "abort"
 
 
 class Decision(NamedTuple):
-    """`num_blocks` are blocks taken (admit, resume) or freed (preempt, abort); `num_tokens` tokens scheduled
-    (admit, resume) or to be recomputed (preempt); `num_free_before` the free blocks before it."""
+    """`num_blocks` are blocks taken (admit, resume), shared (fork) or freed (preempt, swap_out, abort);
+    `num_tokens` tokens scheduled (admit, resume), shared (fork), moved (swap_out) or to be recomputed (preempt);
+    `num_free_before` the free blocks before it; `num_cached` the tokens of an admission or resumption that were
+    found in the pool or on the host."""
 
     action: Action
     seq: Sequence | None
@@ -32,3 +39,4 @@ class Decision(NamedTuple):
     num_blocks: int = 0
     num_tokens: int = 0
     num_free_before: int = 0
+    num_cached: int = 0

@@ -78,6 +78,13 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DebugConfig:
+    """The `debug` group. `integrity`: check after every step that every block and token is accounted for."""
+
+    integrity: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """Limits that the scheduling context enforces, whatever a policy asks for."""
 

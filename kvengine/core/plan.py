@@ -47,6 +47,8 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     recomputed_tokens: int = 0
+    unwritten: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """(sequence, first step, slots): given back in this step, owned since `first step` and never written."""
     wake_at: int | None = None
     """Moment (ns) at which a policy wants to be asked again although nothing else happens."""
 

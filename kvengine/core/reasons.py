@@ -25,6 +25,8 @@ class Reason(StrEnum):
     """Somebody was preempted in this step, so nobody is admitted in it."""
     PREEMPTED_FOR = "PREEMPTED_FOR"
     """It gave its blocks to the sequence named in the detail."""
+    NO_SWAP_SPACE = "NO_SWAP_SPACE"
+    """Its KV did not fit the host pool, so that it was dropped and is computed again."""
     NEVER_FITS = "NEVER_FITS"
     """The request was refused for good when it was added; the detail says which limit."""
 

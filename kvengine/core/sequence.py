@@ -22,12 +22,18 @@ class SequenceState(Enum):
 class BlockTable:
     """The blocks of one sequence in token order: token i lies in `blocks[i // block_size]`."""
 
-    __slots__ = ("blocks", "host_blocks", "num_slots", "prefix")
+    __slots__ = ("blocks", "earlier", "host_blocks", "num_dropped", "num_slots", "prefix", "since")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_slots = 0
         """Slots it may write: how many tokens fit without asking the allocator again."""
+        self.num_dropped = 0
+        """Blocks at the front that fell out of the sliding window: the scratch block stands in their places."""
+        self.since = 0
+        """The step since which it has `num_slots`."""
+        self.earlier: list[tuple[int, int]] = []
+        """(since, slots) of before, where those were not full when it got more."""
         self.host_blocks: list[int] = []
         """Where the KV of its computed tokens is while it is swapped out."""
         self.prefix: Any = None

@@ -35,6 +35,8 @@ class KvShape:
     num_blocks: int
     block_size: int
     dtype: str
+    block_bytes: int = 0
+    """Bytes of a block over all layers, K and V; 0 where no model says."""
     num_host_blocks: int = 0
     sliding_window: int | None = None
 

@@ -12,18 +12,21 @@ def commit(context: SchedulingContext, plan: StepPlan, result: StepResult, now: 
     """Take the results of `plan`, which ended at `now`; what is delivered to users by it."""
     delivers_late = context.scheduler.delivers_at_batch_end
     outputs = []
+    context.memory.executed()
     for row, token_ids in zip(plan.rows, result.token_ids, strict=True):
         _account(context, plan, row)
         if not row.samples:
             continue
-        seq = row.seq
-        seq.token_ids += token_ids
-        _extend_token_run(seq, plan.step)
-        reason = _finish_reason(seq)
-        if reason is not None:
-            context.finish(seq, reason)
-        if not delivers_late:
-            outputs.append(_deliver(seq, token_ids, now))
+        if row.seq.siblings:
+            context.fork_choices(row.seq, row.forks)
+        for seq, token_id in zip((row.seq, *row.forks), token_ids, strict=True):
+            seq.token_ids.append(token_id)
+            _extend_token_run(seq, plan.step)
+            reason = _finish_reason(seq)
+            if reason is not None:
+                context.finish(seq, reason)
+            if not delivers_late:
+                outputs.append(_deliver(seq, [token_id], now))
     if context.held and not context.num_running and not context.scheduler.batch_open:
         released = context.release_held()
         if delivers_late:
@@ -35,9 +38,8 @@ def commit(context: SchedulingContext, plan: StepPlan, result: StepResult, now: 
 def _account(context: SchedulingContext, plan: StepPlan, row: ScheduledRow) -> None:
     """The row's tokens are computed now; those below the sequence's peak were computed before."""
     seq = row.seq
-    seq.num_computed_tokens += row.num_tokens
+    context.memory.computed(seq, row.num_tokens)
     seq.num_scheduled_tokens -= row.num_tokens
-    context.num_tokens_held += row.num_tokens
     again = min(seq.num_computed_tokens, seq.num_computed_peak) - row.start
     if again > 0:
         seq.num_recomputed_tokens += again

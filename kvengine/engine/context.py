@@ -10,7 +10,11 @@ from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
 from kvengine.core.sequence import Sequence, SequenceState
-from kvengine.policies import Admission, Allocator, Preemption, Queue, Scheduler, Victim
+from kvengine.engine.memory import Memory
+from kvengine.kv.host_pool import SwapPool
+from kvengine.policies import Admission, Allocator, Mechanism, Preemption, Queue, Scheduler, Victim
+
+WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
 
 
 class SchedulingContext:
@@ -31,20 +35,22 @@ class SchedulingContext:
         admission: Admission,
         victim: Victim,
         preemption: Preemption,
+        host_pool: SwapPool | None = None,
     ) -> None:
         self.limits = limits
         self.allocator = allocator
+        self.memory = Memory(allocator, host_pool or SwapPool(0))
         self.scheduler = scheduler
         self.waiting = queue
         self.held: list[Sequence] = []
         self.now = 0
         self.token_budget_left = 0
-        self.num_tokens_held = 0
-        """Slots that hold the KV of a computed token, over all live sequences."""
         self._admission = admission
         self._victim = victim
         self._preemption = preemption
         self._running: dict[Sequence, None] = {}
+        self._reserved: dict[Sequence, int] = {}
+        """Seats kept for the other choices of a request whose prompt is being computed."""
         self._plan = StepPlan(step=0, now_ns=0)
         self._next_step = 0
         self._inbox: list[Callable[[], None]] = []
@@ -56,6 +62,13 @@ class SchedulingContext:
         """Let `seq` wait from the next plan on."""
         self._inbox.append(lambda: self.waiting.push(seq))
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """From the next plan on, let `child` go on from the computed tokens of `parent`, which begin its prompt.
+
+        Where `parent` does not run then, or no seat is free, it waits like any other.
+        """
+        self._inbox.append(lambda: self._fork_or_wait(parent, child))
+
     def abort(self, seq: Sequence) -> None:
         """End `seq` at the start of the next plan, wherever it is then."""
         self._inbox.append(lambda: self._abort(seq))
@@ -65,6 +78,7 @@ class SchedulingContext:
         self.now = now
         self.token_budget_left = self.limits.max_num_batched_tokens
         self._plan = plan = StepPlan(step=self._next_step, now_ns=now)
+        self.memory.begin_plan(plan)
         inbox, self._inbox = self._inbox, []
         try:
             for message in inbox:
@@ -74,6 +88,7 @@ class SchedulingContext:
             raise
         except Exception as error:
             raise self._broken(self._raiser(error), f"raised {type(error).__name__}: {error}") from error
+        self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
         return plan
@@ -91,13 +106,23 @@ class SchedulingContext:
         if self.scheduler.holds_finished:
             self.held.append(seq)
         else:
-            self._free(seq)
+            self.memory.free(seq)
+
+    def fork_choices(self, leader: Sequence, forks: tuple[Sequence, ...]) -> None:
+        """The prompt of `leader` is computed: `forks` take the seats kept for them, its other siblings wait."""
+        self._reserved.pop(leader, None)
+        for child in forks:
+            child.times.admitted_ns = leader.times.admitted_ns
+            self._start_fork(leader, child)
+        for child in leader.siblings[len(forks) :]:
+            self.enqueue(child)
+        leader.siblings = []
 
     def release_held(self) -> list[Sequence]:
         """Free all held rows: their batch has drained."""
         released, self.held = self.held, []
         for seq in released:
-            self._free(seq)
+            self.memory.free(seq)
         return released
 
     @property
@@ -111,12 +136,7 @@ class SchedulingContext:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is accounted for by the live sequences."""
-        live = [*self._running, *self.held]
-        self.allocator.check_integrity(live)
-        held = sum(seq.num_computed_tokens for seq in live)
-        assert held == self.num_tokens_held, f"{held} tokens are held, {self.num_tokens_held} counted"
-        for seq in self.waiting:
-            assert not seq.block_table.blocks, f"{seq} waits and owns blocks"
+        self.memory.check_integrity([*self._running, *self.held], self.waiting)
 
     # ---- what a policy sees (the contract is policies.SchedulingView)
 
@@ -134,7 +154,7 @@ class SchedulingContext:
         return sum(needed(seq, seq.num_tokens) for seq in self._running if seq.is_prefilling)
 
     def uncomputed(self, seq: Sequence) -> int:
-        return len(seq.token_ids) - seq.num_computed_tokens - seq.num_scheduled_tokens
+        return len(seq.token_ids) - self.memory.num_computed(seq) - seq.num_scheduled_tokens
 
     def blocks_needed(self, seq: Sequence, num_tokens: int) -> int:
         return self.allocator.blocks_needed(seq, num_tokens)
@@ -142,8 +162,11 @@ class SchedulingContext:
     def schedule(self, seq: Sequence, max_tokens: int) -> int:
         if seq.state is not SequenceState.RUNNING:
             raise self._broken(self.scheduler, f"scheduled {seq}, which does not run")
-        count = min(max_tokens, self.uncomputed(seq), self.token_budget_left)
-        if not self.scheduler.chunks and count < self.uncomputed(seq):
+        uncomputed = len(seq.token_ids) - seq.num_computed_tokens - seq.num_scheduled_tokens
+        if not self.scheduler.chunks and max_tokens > 0:
+            max_tokens = uncomputed
+        count = min(max_tokens, uncomputed, self.token_budget_left)
+        if not self.scheduler.chunks and count < uncomputed:
             count = 0
         if count <= 0:
             return 0
@@ -154,26 +177,24 @@ class SchedulingContext:
         return count
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        if seq.state not in (SequenceState.WAITING, SequenceState.PREEMPTED):
+        if seq.state not in WAITING_STATES:
             raise self._broken(self.scheduler, f"admitted {seq}, which does not wait")
-        uncomputed = self.uncomputed(seq)
+        start = self.memory.num_computed(seq)
+        uncomputed = len(seq.token_ids) - start
         count = min(uncomputed, self.token_budget_left, uncomputed if max_tokens is None else max_tokens)
         refusal = self._refuses(seq, count, uncomputed)
         if refusal is None:
             free = self.num_free_blocks
-            refusal = self.allocator.allocate(seq, count)
+            refusal = self.memory.enter(seq, start + count)
         if refusal is not None:
             self._record(Decision(Action.REFUSE, seq, refusal.reason, refusal.detail))
             return 0
-        action = Action.RESUME if seq.state is SequenceState.PREEMPTED else Action.ADMIT
+        action = Action.ADMIT if seq.state is SequenceState.WAITING else Action.RESUME
         self.waiting.remove(seq)
-        seq.state = SequenceState.RUNNING
-        self._running[seq] = None
-        if seq.times.admitted_ns is None:
-            seq.times.admitted_ns = self.now
+        self._seat(seq)
         self._add_row(seq, count)
         taken = free - self.num_free_blocks
-        self._record(Decision(action, seq, num_blocks=taken, num_tokens=count, num_free_before=free))
+        self._record(Decision(action, seq, "", "", taken, count, free, start))
         return count
 
     def idle_row(self, seq: Sequence) -> bool:
@@ -206,7 +227,7 @@ class SchedulingContext:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
         if self._plan.preempted:
             return Refusal(Reason.AFTER_PREEMPTION)
-        if len(self._running) + len(self.held) >= self.limits.max_num_seqs:
+        if self._seats_wanted(seq) > self._num_free_seats:
             return Refusal(Reason.MAX_NUM_SEQS)
         if count < (1 if self.scheduler.chunks else uncomputed):
             return Refusal(Reason.NO_TOKEN_BUDGET, f"{uncomputed} needed, {count} allowed")
@@ -216,23 +237,26 @@ class SchedulingContext:
         """Schedule `count` more tokens of `seq`, in the row it has in this plan if it has one."""
         start = seq.num_computed_tokens + seq.num_scheduled_tokens
         samples = start + count == len(seq.token_ids)
+        forks = tuple(seq.siblings[: self._reserved.get(seq, 0)]) if samples and seq.siblings else ()
         if seq.num_scheduled_tokens:
             row = next(row for row in self._plan.rows if row.seq is seq)
             row.num_tokens += count
-            row.samples = samples
+            row.samples, row.forks = samples, forks
         else:
-            self._plan.rows.append(ScheduledRow(seq, start, count, samples))
+            self._plan.rows.append(ScheduledRow(seq, start, count, samples, forks))
         seq.num_scheduled_tokens += count
         self.token_budget_left -= count
 
     def _grow(self, seq: Sequence, end: int) -> bool:
         """Get slots for `seq` up to token `end`, preempting as needed; False when `seq` itself gave way."""
         while True:
-            refusal = self.allocator.allocate(seq, end)
+            refusal = self.memory.grow(seq, end)
             if refusal is None:
                 return True
             victim = self._choose_victim(seq)
             if victim is None:
+                if self._plan.preempted:
+                    return False  # what this plan still has to copy may keep blocks until its step is over
                 if not self.held:
                     raise PolicyError(
                         f"step {self._plan.step}: {seq} runs alone and its allocator refuses "
@@ -259,31 +283,73 @@ class SchedulingContext:
         """Take `victim` out of the batch and of this plan, and let it wait again."""
         plan, free = self._plan, self.num_free_blocks
         lost = victim.num_computed_tokens
-        self._preemption.mechanism(victim)  # recompute is the only one so far
         if victim.num_scheduled_tokens:
             plan.rows = [row for row in plan.rows if row.seq is not victim]
             self.token_budget_left += victim.num_scheduled_tokens
             victim.num_scheduled_tokens = 0
-        freed = self._free(victim)
-        victim.num_computed_tokens = 0
+        action = Action.PREEMPT
+        if self._preemption.mechanism(victim) is Mechanism.SWAP:
+            if self.memory.swap_out(victim):
+                action = Action.SWAP_OUT
+            else:
+                room = (
+                    f"{self.memory.host_pool.num_free} of {self.memory.host_pool.num_blocks} host blocks free"
+                )
+                self._record(Decision(Action.REFUSE, victim, Reason.NO_SWAP_SPACE, room))
+        if action is Action.PREEMPT:
+            self.memory.free(victim)
+            victim.num_computed_tokens = 0
         victim.num_preemptions += 1
-        victim.state = SequenceState.PREEMPTED
-        del self._running[victim]
+        victim.state = SequenceState.PREEMPTED if action is Action.PREEMPT else SequenceState.SWAPPED
+        self._unseat(victim)
         self.waiting.push(victim)
         plan.preempted.append(victim)
-        self._record(Decision(Action.PREEMPT, victim, Reason.PREEMPTED_FOR, needy.id, freed, lost, free))
+        freed = self.num_free_blocks - free
+        self._record(Decision(action, victim, Reason.PREEMPTED_FOR, needy.id, freed, lost, free))
 
     def _free_one_held(self) -> None:
         """A finished row of a static batch gives its blocks to the last one running; its seat stays taken."""
         richest = max(self.held, key=lambda seq: len(seq.block_table.blocks))
         if not richest.block_table.blocks:
             raise PolicyError(f"step {self._plan.step}: held rows have no blocks left to give")
-        self._free(richest)
+        self.memory.free(richest)
         richest.num_computed_tokens = 0
 
-    def _free(self, seq: Sequence) -> int:
-        self.num_tokens_held -= seq.num_computed_tokens
-        return self.allocator.free(seq)
+    @property
+    def _num_free_seats(self) -> int:
+        return self.limits.max_num_seqs - len(self._running) - len(self.held) - sum(self._reserved.values())
+
+    def _seats_wanted(self, seq: Sequence) -> int:
+        """One for itself, and one for each choice that will be forked from it, as far as there are seats."""
+        return min(1 + len(seq.siblings), self.limits.max_num_seqs)
+
+    def _seat(self, seq: Sequence) -> None:
+        """Let `seq` run, and keep seats for its siblings."""
+        seq.state = SequenceState.RUNNING
+        self._running[seq] = None
+        if seq.siblings:
+            self._reserved[seq] = self._seats_wanted(seq) - 1
+        if seq.times.admitted_ns is None:
+            seq.times.admitted_ns = self.now
+
+    def _unseat(self, seq: Sequence) -> None:
+        del self._running[seq]
+        self._reserved.pop(seq, None)
+
+    def _fork_or_wait(self, parent: Sequence, child: Sequence) -> None:
+        if child.state is SequenceState.FINISHED:
+            return  # aborted before it began
+        if parent.state is SequenceState.RUNNING and self._seats_wanted(child) <= self._num_free_seats:
+            self._start_fork(parent, child)
+        else:
+            self.waiting.push(child)
+
+    def _start_fork(self, parent: Sequence, child: Sequence) -> None:
+        self.memory.fork(parent, child)
+        self._seat(child)
+        num_blocks, computed = len(child.block_table.blocks), child.num_computed_tokens
+        free = self.num_free_blocks
+        self._record(Decision(Action.FORK, child, "", parent.id, num_blocks, computed, free, computed))
 
     def _abort(self, seq: Sequence) -> None:
         if seq in self.held:  # it keeps its row until the batch drains, but nobody gets its answer
@@ -294,10 +360,11 @@ class SchedulingContext:
         free = self.num_free_blocks
         freed = 0
         if seq.state is SequenceState.RUNNING:
-            del self._running[seq]
-            freed = self._free(seq)
-        else:
+            self._unseat(seq)
+            freed = self.memory.free(seq)
+        elif seq in self.waiting:
             self.waiting.remove(seq)
+            self.memory.drop_host(seq)
         seq.state = SequenceState.FINISHED
         seq.finish_reason = FinishReason.ABORT
         self._aborted.append(seq)

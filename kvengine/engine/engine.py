@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvengine.core.errors import EngineStalledError, PolicyError, RequestError
 from kvengine.core.plan import Idle, RequestOutput, StepPlan, StepResult
 from kvengine.core.request import Request
@@ -28,6 +30,7 @@ class Engine:
         intake: Intake,
         clock: Clock,
         recorder: Recorder | None = None,
+        check_every_step: bool = False,
     ) -> None:
         self.context = context
         self.executor = executor
@@ -36,23 +39,35 @@ class Engine:
         self._intake = intake
         self._live: dict[str, set[Sequence]] = {}
         self._num_empty_steps = 0
+        self._check_every_step = check_every_step
 
     def add_request(self, request: Request) -> None:
         """Let `request` wait; RequestError if its id is in use or it can never be served."""
+        for seq in self._accept(request):
+            self.context.enqueue(seq)
+
+    def fork(self, request: Request) -> None:
+        """Branch a live request: let `request` go on from all that its `fork_of` has so far.
+
+        The prompt of the branch is the tokens of that request's first choice and then its own
+        `prompt_token_ids` (none is allowed: then the draws differ); salt and tenant are those of `fork_of`. KV that is
+        computed is shared, not computed again. RequestError when nothing of that id is live, when the allocator
+        does not share blocks, and for whatever `add_request` refuses.
+        """
         try:
-            sequences = self._intake.sequences(request)
-            if request.id in self._live:
-                raise RequestError(request.id, "this id is in use by an unfinished request")
+            parent = self._parent_of(request)
         except RequestError as error:
             self.recorder.rejected(request, error, self.clock.now())
             raise
-        self._live[request.id] = set(sequences)
-        for seq in sequences:
-            self.context.enqueue(seq)
+        source = parent.request
+        tokens = (*parent.token_ids, *request.prompt_token_ids)
+        branch = replace(request, prompt_token_ids=tokens, cache_salt=source.cache_salt, tenant=source.tenant)
+        for child in self._accept(branch):
+            self.context.fork(parent, child)
 
     def abort(self, request_id: str) -> None:
         """End all sequences of a request before the next step; nothing if it is not live. The id is free."""
-        for seq in self._live.pop(request_id, ()):
+        for seq in sorted(self._live.pop(request_id, ()), key=lambda seq: seq.order):
             self.context.abort(seq)
 
     @property
@@ -83,6 +98,8 @@ class Engine:
         outputs = commit(self.context, plan, result, end)
         self.recorder.step(plan, result, self._pool_state(), end)
         self._forget_finished(outputs, end)
+        if self._check_every_step:
+            self.context.check_integrity()
         return outputs
 
     def stalled(self) -> EngineStalledError:
@@ -101,8 +118,8 @@ class Engine:
         self.executor.close()
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        """The executor's result, checked: one list per row, ids exactly where a row samples."""
-        if not plan.num_tokens:
+        """The executor's result, checked: one list per row, an id for each sequence of a row that samples."""
+        if not (plan.num_tokens or plan.swap_outs or plan.swap_ins or plan.copies):
             self._num_empty_steps += 1
             if self._num_empty_steps > MAX_EMPTY_STEPS:
                 raise self.stalled()
@@ -112,7 +129,7 @@ class Engine:
         wrong = [
             row.seq.id
             for row, ids in zip(plan.rows, result.token_ids, strict=True)
-            if bool(ids) != row.samples
+            if len(ids) != (1 + len(row.forks) if row.samples else 0)
         ]
         if wrong:
             raise PolicyError(
@@ -122,13 +139,47 @@ class Engine:
 
     def _pool_state(self) -> PoolState:
         context = self.context
+        memory, allocator = context.memory, context.allocator
         return PoolState(
             context.num_running,
             len(context.held),
             len(context.waiting),
-            context.num_free_blocks,
-            context.num_tokens_held,
+            allocator.num_free_blocks,
+            allocator.num_cached_blocks,
+            allocator.num_saved_blocks,
+            memory.num_slots_held,
+            allocator.num_owned_slots,
+            memory.host_pool.num_blocks - memory.host_pool.num_free,
         )
+
+    def _accept(self, request: Request) -> list[Sequence]:
+        """The sequences that are to be scheduled: all of a request, or, where blocks can be shared, the first
+        choice, of which the others are forked when the prompt is computed. RequestError."""
+        try:
+            sequences = self._intake.sequences(request)
+            if request.id in self._live:
+                raise RequestError(request.id, "this id is in use by an unfinished request")
+        except RequestError as error:
+            self.recorder.rejected(request, error, self.clock.now())
+            raise
+        self._live[request.id] = set(sequences)
+        if self.context.allocator.shares:
+            sequences[0].siblings = sequences[1:]
+            return sequences[:1]
+        return sequences
+
+    def _parent_of(self, request: Request) -> Sequence:
+        """The first choice of the request that `request` branches off; RequestError."""
+        if not self.context.allocator.shares:
+            name = type(self.context.allocator).__name__
+            raise RequestError(
+                request.id, f"{name} does not share blocks, so nothing can be forked; take allocator=paged"
+            )
+        live = self._live.get(request.fork_of or "", ())
+        parent = next((seq for seq in live if seq.choice == 0 and seq.finish_reason is None), None)
+        if parent is None:
+            raise RequestError(request.id, f"fork_of={request.fork_of}: no live request has this id")
+        return parent
 
     def _note_aborted(self) -> None:
         for seq in self.context.take_aborted():

@@ -11,13 +11,23 @@ from kvengine.core.sequence import Sequence
 
 
 class PoolState(NamedTuple):
-    """Counts after a step was committed; blocks and tokens are of the KV pool."""
+    """Counts after a step was committed; blocks and slots are of the KV pool."""
 
     num_running: int
     num_held: int
     num_waiting: int
     num_free_blocks: int
-    num_tokens_held: int
+    """Held by no sequence: free, or cached."""
+    num_cached_blocks: int
+    """Those of them that keep a prefix."""
+    num_saved_blocks: int
+    """What sharing saves: for each block the tables that hold it, less one."""
+    num_slots_held: int
+    """Slots with the KV of a computed token of a live sequence."""
+    num_slots_owned: int
+    """Those, and the ones reserved for tokens to come; all others are external."""
+    num_host_blocks: int
+    """Blocks of host memory in use."""
 
 
 class Recorder(Protocol):

@@ -44,8 +44,8 @@ def kv_shape(
     dtype = kv.storage_dtype(model)
     key, given = "engine.num_blocks", engine.num_blocks
     num_blocks = engine.num_blocks
+    block_bytes = model.kv_bytes_per_token(BYTES_PER_VALUE[dtype]) * kv.block_size
     if num_blocks is None:
-        block_bytes = model.kv_bytes_per_token(BYTES_PER_VALUE[dtype]) * kv.block_size
         memory = engine.kv_memory_bytes or default_memory_bytes or DEFAULT_KV_MEMORY_BYTES
         key, given = "engine.kv_memory_bytes", memory
         num_blocks = memory // block_bytes
@@ -58,4 +58,4 @@ def kv_shape(
             )
     if num_blocks > MAX_BLOCKS:
         raise ConfigError(key, given, f"makes {num_blocks:,} blocks; at most {MAX_BLOCKS:,} are possible")
-    return KvShape(num_blocks=num_blocks, block_size=kv.block_size, dtype=dtype)
+    return KvShape(num_blocks=num_blocks, block_size=kv.block_size, dtype=dtype, block_bytes=block_bytes)

@@ -60,6 +60,11 @@ class Allocator(Protocol):
         """The most slots one sequence can own in an empty pool."""
         ...
 
+    @property
+    def host_blocks(self) -> list[int]:
+        """Blocks of the host pool in which it keeps what it evicted."""
+        return []
+
     def refuses_for_good(self, seq: Sequence) -> str | None:
         """Why `seq` could not be served even by an empty pool; None if it could."""
         return None

@@ -87,8 +87,9 @@ def _events(decisions: pa.Table) -> dict[Key, list[_Event]]:
     for request_id, choice, action, time_ns, step in zip(
         *(decisions[name].to_pylist() for name in names), strict=True
     ):
-        if action in (Action.ADMIT, Action.RESUME, Action.PREEMPT):
-            events[request_id, choice].append(_Event(action != Action.PREEMPT, time_ns, step))
+        if action in (Action.ADMIT, Action.RESUME, Action.FORK, Action.PREEMPT, Action.SWAP_OUT):
+            runs = action not in (Action.PREEMPT, Action.SWAP_OUT)
+            events[request_id, choice].append(_Event(runs, time_ns, step))
     for of_sequence in events.values():
         of_sequence.sort(key=lambda event: (event.step, not event.enters))
     return events

@@ -70,9 +70,10 @@ class ColumnRecorder:
             (
                 plan.step, plan.now_ns, end_ns, len(plan.rows), sampled, prefill, decode,
                 len(plan.idle_rows), plan.padding_tokens, plan.recomputed_tokens, admitted, len(plan.preempted),
-                pool.num_running, pool.num_held, pool.num_waiting, pool.num_free_blocks, pool.num_tokens_held,
+                *pool, len(plan.copies), len(plan.swap_outs), len(plan.swap_ins),
             )
         )  # fmt: skip
+        self._note_unwritten(plan)
         self._flush_parts(plan.step, all_tables=began >= self._flush_due_ns)
         self._spent_ns += time.perf_counter_ns() - began
 
@@ -80,6 +81,7 @@ class ColumnRecorder:
         began = time.perf_counter_ns()
         for decision in plan.decisions:
             self._decision(plan, decision)
+        self._note_unwritten(plan)
         self._spent_ns += time.perf_counter_ns() - began
 
     def finished(self, seq: Sequence, now: int) -> None:
@@ -92,7 +94,7 @@ class ColumnRecorder:
         self._rows["requests"].append(
             (
                 seq.request.id, seq.choice, seq.request.pair_key, status, reason and reason.value, None,
-                seq.num_prompt_tokens, seq.num_output_tokens, seq.arrival_ns, times.admitted_ns,
+                seq.num_prompt_tokens, seq.num_cached_tokens, seq.num_output_tokens, seq.arrival_ns, times.admitted_ns,
                 times.first_token_ns, times.last_token_ns, times.finished_ns, seq.num_preemptions,
                 seq.num_recomputed_tokens,
             )
@@ -107,7 +109,7 @@ class ColumnRecorder:
         self._rows["requests"].append(
             (
                 request.id, 0, request.pair_key, "rejected", None, error.problem, len(request.prompt_token_ids),
-                0, request.arrival_ns, None, None, None, None, 0, 0,
+                0, 0, request.arrival_ns, None, None, None, None, 0, 0,
             )
         )  # fmt: skip
         self._spent_ns += time.perf_counter_ns() - began
@@ -132,7 +134,7 @@ class ColumnRecorder:
         row = (
             plan.step, plan.step, plan.now_ns, seq and seq.request.id, seq and seq.choice, decision.action.value,
             decision.reason and str(decision.reason), decision.detail, decision.num_blocks, decision.num_tokens,
-            decision.num_free_before,
+            decision.num_free_before, decision.num_cached,
         )  # fmt: skip
         if decision.action not in (Action.REFUSE, Action.STOP):
             self._rows["decisions"].append(row)
@@ -145,6 +147,11 @@ class ColumnRecorder:
         if running is not None:
             self._rows["decisions"].append(tuple(running))
         self._open[key] = list(row)
+
+    def _note_unwritten(self, plan: StepPlan) -> None:
+        self._rows["unwritten"] += [
+            (seq.request.id, seq.choice, since, plan.step - 1, slots) for seq, since, slots in plan.unwritten
+        ]
 
     def _close_refusals(self, before: int | None) -> None:
         """Move refusals that ended before step `before` (None: all) to the table."""

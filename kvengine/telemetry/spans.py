@@ -32,7 +32,7 @@ SPANS_PER_LINE = 512
 OPERATION = "text_completion"
 STEP_COLUMNS = (
     "num_rows", "num_sampled", "num_prefill_tokens", "num_decode_tokens", "num_idle_rows", "num_padding_tokens",
-    "num_preempted", "num_running", "num_waiting", "num_free_blocks", "num_tokens_held",
+    "num_preempted", "num_running", "num_waiting", "num_free_blocks", "num_slots_held",
 )  # fmt: skip
 WINDOW_SUMS = ("num_sampled", "num_prefill_tokens", "num_decode_tokens", "num_preempted")
 

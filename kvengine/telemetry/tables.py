@@ -26,11 +26,18 @@ STEPS = pa.schema(
         ("num_held", I32),
         ("num_waiting", I32),
         ("num_free_blocks", I32),
-        ("num_tokens_held", I64),
+        ("num_cached_blocks", I32),
+        ("num_saved_blocks", I32),
+        ("num_slots_held", I64),
+        ("num_slots_owned", I64),
+        ("num_host_blocks", I32),
+        ("num_copied_blocks", I32),
+        ("num_swapped_out_blocks", I32),
+        ("num_swapped_in_blocks", I32),
     ]
 )
-"""One row per executed step. Counts of running, held, waiting, blocks and tokens held are after its commit;
-`num_tokens_held` counts KV slots that hold a computed token."""
+"""One row per executed step. Counts of running, held, waiting, blocks and slots are after its commit, as
+kvengine.engine.recording.PoolState explains them; blocks copied and swapped are of this step."""
 
 REQUESTS = pa.schema(
     [
@@ -41,6 +48,7 @@ REQUESTS = pa.schema(
         ("finish_reason", WORD),
         ("problem", STR),
         ("num_prompt_tokens", I32),
+        ("num_cached_tokens", I32),
         ("num_output_tokens", I32),
         ("arrival_ns", I64),
         ("admitted_ns", I64),
@@ -52,7 +60,8 @@ REQUESTS = pa.schema(
     ]
 )
 """One row per sequence that ended, and one per rejected request. `status`: finished, aborted, unfinished or
-rejected. Times are of delivery; null where it did not happen."""
+rejected. Times are of delivery; null where it did not happen. `num_cached_tokens` of its prompt were not
+computed: the pool held them when it was first admitted, or it was forked from a sequence that had them."""
 
 TOKENS = pa.schema([("request_id", STR), ("choice", I32), ("first_step", I64), ("num_steps", I32)])
 """One row per run of consecutive steps that gave a sequence one token each; a token's time is its step's end."""
@@ -70,12 +79,21 @@ DECISIONS = pa.schema(
         ("num_blocks", I32),
         ("num_tokens", I32),
         ("num_free_before", I32),
+        ("num_cached", I32),
     ]
 )
 """One row per admission, resumption, preemption and abort, and per run of consecutive steps with the same
 refusal. `request_id` is null where the reason holds for all waiting; core.decision explains the numbers."""
 
-SCHEMAS = {"steps": STEPS, "requests": REQUESTS, "tokens": TOKENS, "decisions": DECISIONS}
+UNWRITTEN = pa.schema(
+    [("request_id", STR), ("choice", I32), ("first_step", I64), ("last_step", I64), ("num_slots", I64)]
+)
+"""Slots that a sequence owned in all of these steps and gave back without ever writing them: what was reserved
+for nothing, known when it ended or was preempted."""
+
+SCHEMAS = {
+    "steps": STEPS, "requests": REQUESTS, "tokens": TOKENS, "decisions": DECISIONS, "unwritten": UNWRITTEN
+}  # fmt: skip
 
 
 def in_order(decisions: pa.Table) -> pa.Table:

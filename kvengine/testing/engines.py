@@ -9,7 +9,7 @@ from kvengine.assemble import build_policies
 from kvengine.core.limits import EngineConfig
 from kvengine.core.plan import Idle
 from kvengine.core.request import Request, SamplingParams
-from kvengine.core.shapes import KvShape
+from kvengine.core.shapes import KvShape, PrefixCacheConfig
 from kvengine.engine.clock import VirtualClock
 from kvengine.engine.context import SchedulingContext
 from kvengine.engine.engine import Engine
@@ -21,6 +21,7 @@ from kvengine.testing.step_log import StepLog
 
 DEFAULT_POLICIES = {
     "allocator": "paged",
+    "eviction": "lru",
     "scheduler": "chunked",
     "queue": "fcfs",
     "admission": "whole_prompt",
@@ -49,6 +50,9 @@ class TestEngine:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         registry: Registry | None = None,
         policies: Mapping[str, str] | None = None,
+        prefix_cache: PrefixCacheConfig | None = None,
+        num_host_blocks: int = 0,
+        sliding_window: int | None = None,
         **engine_config: Any,
     ) -> None:
         self.log = StepLog()
@@ -58,9 +62,16 @@ class TestEngine:
         names = {**DEFAULT_POLICIES, **(policies or {})}
         options = settings or {}
         config = EngineConfig(**{"max_model_len": 256, **engine_config})
-        kv = KvShape(num_blocks=num_blocks, block_size=block_size, dtype="fp32")
+        kv = KvShape(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype="fp32",
+            num_host_blocks=num_host_blocks,
+            sliding_window=sliding_window,
+        )
         choices = {kind: {"name": name, **options.get(kind, {})} for kind, name in names.items()}
-        limits, parts = build_policies(registry, choices, config, kv)
+        cache = prefix_cache or PrefixCacheConfig()
+        limits, parts = build_policies(registry, choices, config, kv, cache)
         self.engine = Engine(
             context=SchedulingContext(limits=limits, **parts),
             executor=NullExecutor(NullConfig(), block_size=block_size, source=source or ChecksumSource()),
@@ -75,7 +86,16 @@ class TestEngine:
             recorder=self.log,
         )
 
-    def add(self, request_id: str, prompt: Iterable[int], max_tokens: int | None, **sampling: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        max_tokens: int | None,
+        *,
+        cache_salt: str | None = None,
+        tenant: str | None = None,
+        **sampling: Any,
+    ) -> None:
         """Add a request; RequestError if it is refused."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
         self.engine.add_request(
@@ -84,6 +104,18 @@ class TestEngine:
                 prompt_token_ids=tuple(prompt),
                 sampling=params,
                 arrival_ns=self.engine.clock.now(),
+                cache_salt=cache_salt,
+                tenant=tenant,
+            )
+        )
+
+    def fork(self, request_id: str, of: str, tokens: Iterable[int], max_tokens: int, **sampling: Any) -> None:
+        """Branch the live request `of`: its tokens so far, then `tokens`, then up to `max_tokens` new ones."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
+        now = self.engine.clock.now()
+        self.engine.fork(
+            Request(
+                id=request_id, prompt_token_ids=tuple(tokens), sampling=params, arrival_ns=now, fork_of=of
             )
         )
 

@@ -21,6 +21,9 @@ class LoggedStep:
     preempted: tuple[str, ...]
     num_idle_rows: int
     num_padding_tokens: int
+    copies: tuple[tuple[int, int], ...]
+    swap_outs: tuple[tuple[int, int], ...]
+    swap_ins: tuple[tuple[int, int], ...]
     pool: PoolState
 
 
@@ -41,6 +44,9 @@ class StepLog:
                 preempted=tuple(seq.id for seq in plan.preempted),
                 num_idle_rows=len(plan.idle_rows),
                 num_padding_tokens=plan.padding_tokens,
+                copies=tuple(plan.copies),
+                swap_outs=tuple(plan.swap_outs),
+                swap_ins=tuple(plan.swap_ins),
                 pool=pool,
             )
         )
@@ -57,3 +63,8 @@ class StepLog:
     @property
     def num_preemptions(self) -> int:
         return sum(len(step.preempted) for step in self.steps)
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks that were copied on write."""
+        return sum(len(step.copies) for step in self.steps)

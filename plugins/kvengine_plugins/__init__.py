@@ -8,6 +8,7 @@ from kvengine.hookspecs import hookimpl
 from kvengine_plugins.admissions import register_admissions
 from kvengine_plugins.allocators import register_allocators
 from kvengine_plugins.attention import register_attention
+from kvengine_plugins.evictions import register_evictions
 from kvengine_plugins.executors import register_executors
 from kvengine_plugins.models import register_models
 from kvengine_plugins.preemptions import register_preemptions
@@ -26,6 +27,7 @@ KVENGINE_API = 1
 def kvengine_register(registry: Registry) -> None:
     """Register every built-in; nothing here imports torch."""
     register_allocators(registry)
+    register_evictions(registry)
     register_schedulers(registry)
     register_queues(registry)
     register_admissions(registry)

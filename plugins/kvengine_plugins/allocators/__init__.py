@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvengine.core.errors import ConfigError
+from kvengine.kv.offload import Offload
+from kvengine.kv.prefix_index import PrefixIndex
 from kvengine.policies import Build
 from kvengine_plugins.allocators.contiguous_max import ContiguousMaxAllocator
 from kvengine_plugins.allocators.paged import PagedAllocator
@@ -35,5 +38,37 @@ def _contiguous_max(config: object, build: Build) -> ContiguousMaxAllocator:
 
 
 def _paged(config: object, build: Build) -> PagedAllocator:
-    assert build.kv is not None
-    return PagedAllocator(build.kv.num_blocks, build.kv.block_size)
+    """With a prefix cache unless it is off, or left to us and in the way of a sliding window."""
+    kv, cache = build.kv, build.prefix_cache
+    assert kv is not None
+    window = kv.sliding_window
+    if cache.mode == "on" and window is not None:
+        problem = (
+            f"all layers of the model have a sliding window of {window} tokens, whose old blocks are freed, and a "
+            f"cached prefix would need them; take prefix_cache=off, or lower engine.max_model_len to the window"
+        )
+        raise ConfigError("prefix_cache", "on", problem)
+    if cache.mode == "off" or window is not None:
+        return PagedAllocator(kv)
+    assert build.eviction is not None
+    index = PrefixIndex(kv.block_size, build.eviction)
+    offload = _offload(index, build) if cache.offload else None
+    return PagedAllocator(kv, index, offload, isolate_tenants=cache.isolate_tenants)
+
+
+def _offload(index: PrefixIndex, build: Build) -> Offload:
+    """Evicted blocks on the host; ConfigError where they could never be kept or never be worth the way back."""
+    kv, cache = build.kv, build.prefix_cache
+    assert kv is not None
+    assert build.host_pool is not None
+    if not kv.num_host_blocks:
+        raise ConfigError("prefix_cache.offload", True, "needs host memory: set engine.swap_space_bytes")
+    move_s = kv.block_bytes / cache.host_bandwidth
+    compute_s = kv.block_size / cache.recompute_rate
+    if move_s >= compute_s:
+        problem = (
+            f"moving a block back takes {move_s * 1e3:.3g} ms at prefix_cache.host_bandwidth, computing its "
+            f"{kv.block_size} tokens {compute_s * 1e3:.3g} ms at prefix_cache.recompute_rate: nothing would come back"
+        )
+        raise ConfigError("prefix_cache.offload", True, problem)
+    return Offload(index, build.host_pool)

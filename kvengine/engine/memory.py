@@ -1,0 +1,180 @@
+"""The blocks of live sequences: what the scheduling context asks of the allocator and of the host pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvengine.core.plan import MemoryOperations, StepPlan
+from kvengine.core.reasons import Refusal
+from kvengine.core.sequence import Sequence, SequenceState
+from kvengine.kv.host_pool import SwapPool
+from kvengine.policies import Allocator
+
+
+class _Resumed(NamedTuple):
+    """What a sequence had on the host, and how many tokens of it were found cached on the device."""
+
+    host_blocks: list[int]
+    num_computed: int
+    num_cached: int
+
+
+class Memory:
+    """Gives sequences their blocks and takes them back, and counts what is held.
+
+    Copies are only planned here: `finish_plan` puts them into the plan, in whose step they run, and `executed`
+    gives free what had to stay as it was until then.
+    """
+
+    def __init__(self, allocator: Allocator, host_pool: SwapPool) -> None:
+        self.allocator = allocator
+        self.host_pool = host_pool
+        self.num_tokens = 0
+        """Computed tokens of live sequences on the device, those that share a slot each counted."""
+        self._plan = StepPlan(step=0, now_ns=0)
+        self._swap_outs: list[tuple[int, int]] = []
+        self._resumed: dict[Sequence, _Resumed] = {}
+        """Who comes back from the host in this plan."""
+        self._operations = MemoryOperations()
+
+    @property
+    def num_slots_held(self) -> int:
+        """Slots of the pool that hold the KV of a computed token of a live sequence."""
+        return self.num_tokens - self.allocator.num_saved_slots
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def finish_plan(self) -> None:
+        """Put all copies that were asked for into the plan."""
+        plan, operations = self._plan, self.allocator.take_operations()
+        plan.swap_outs = [*self._swap_outs, *operations.swap_outs]
+        plan.swap_ins = [*self._swap_in_pairs(), *operations.swap_ins]
+        plan.copies = list(operations.copies)
+        self._swap_outs = []
+        self._operations = operations
+
+    def executed(self) -> None:
+        """The step of the plan is over, or had nothing to do."""
+        if self._resumed:
+            for resumed in self._resumed.values():
+                self.host_pool.give_back(resumed.host_blocks)
+            self._resumed = {}
+        if any(self._operations):
+            self.allocator.operations_done(self._operations)
+            self._operations = MemoryOperations()
+
+    def num_computed(self, seq: Sequence) -> int:
+        """Tokens of `seq` that need not be computed (any more) when it runs."""
+        if seq.block_table.blocks:
+            return seq.num_computed_tokens
+        return max(seq.num_computed_tokens, self.allocator.cached_tokens(seq))
+
+    def enter(self, seq: Sequence, num_tokens: int) -> Refusal | None:
+        """Give a waiting sequence `num_tokens` slots, its computed tokens in the first ones; or nothing."""
+        start = self.num_computed(seq)
+        cached = self.allocator.cached_tokens(seq)
+        refusal = self.allocator.allocate(seq, num_tokens)
+        if refusal is not None:
+            return refusal
+        table = seq.block_table
+        if seq.state is SequenceState.WAITING:
+            seq.num_cached_tokens = cached
+        if table.host_blocks:
+            self._resumed[seq] = _Resumed(table.host_blocks, seq.num_computed_tokens, cached)
+            table.host_blocks = []
+        seq.num_computed_tokens = start
+        self.num_tokens += start
+        table.since = self._plan.step
+        return None
+
+    def grow(self, seq: Sequence, num_tokens: int) -> Refusal | None:
+        """Give a running sequence `num_tokens` writable slots; None on success."""
+        table = seq.block_table
+        before = table.num_slots
+        refusal = self.allocator.allocate(seq, num_tokens)
+        if refusal is None:
+            if before > seq.num_computed_tokens:
+                table.earlier.append((table.since, before))
+            table.since = self._plan.step
+        return refusal
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` start from the computed tokens of `parent`, in the same blocks."""
+        self.allocator.fork(parent, child)
+        child.num_computed_tokens = child.num_cached_tokens = parent.num_computed_tokens
+        child.num_computed_peak = parent.num_computed_tokens
+        child.block_table.since = self._plan.step
+        self.num_tokens += child.num_computed_tokens
+
+    def computed(self, seq: Sequence, num_tokens: int) -> None:
+        """`num_tokens` more tokens of `seq` have their KV in the pool."""
+        seq.num_computed_tokens += num_tokens
+        self.num_tokens += num_tokens
+        self.allocator.publish(seq)
+
+    def swap_out(self, seq: Sequence) -> bool:
+        """Move the KV of `seq` to the host, all of it or (False) nothing, and free its device blocks."""
+        table = seq.block_table
+        self.allocator.cancel_operations(seq)
+        if seq in self._resumed:  # its KV is still on the host
+            resumed = self._resumed.pop(seq)
+            self.free(seq)
+            table.host_blocks, seq.num_computed_tokens = resumed.host_blocks, resumed.num_computed
+            return True
+        end = -(-seq.num_computed_tokens // self.allocator.block_size)
+        blocks = table.blocks[table.num_dropped : end]
+        host_blocks = self.host_pool.take(len(blocks))
+        if host_blocks is None:
+            return False
+        self._swap_outs += zip(blocks, host_blocks, strict=True)
+        self.free(seq)
+        table.host_blocks = host_blocks
+        return True
+
+    def free(self, seq: Sequence) -> int:
+        """Give back all device blocks of `seq`, noting the slots it had and never wrote; the blocks freed."""
+        table = seq.block_table
+        self.allocator.cancel_operations(seq)
+        if seq in self._resumed:
+            self.host_pool.give_back(self._resumed.pop(seq).host_blocks)
+        if table.blocks:
+            for since, slots in (*table.earlier, (table.since, table.num_slots)):
+                if slots > seq.num_computed_tokens and since < self._plan.step:
+                    self._plan.unwritten.append((seq, since, slots - seq.num_computed_tokens))
+            table.earlier = []
+            self.num_tokens -= seq.num_computed_tokens
+        return self.allocator.free(seq)
+
+    def drop_host(self, seq: Sequence) -> None:
+        """Give back the host blocks of a sequence that will not come back."""
+        blocks, seq.block_table.host_blocks = seq.block_table.host_blocks, []
+        if blocks:
+            self.host_pool.give_back(blocks)
+
+    def check_integrity(self, live: list[Sequence], waiting: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every block, and every token, is accounted for."""
+        self.allocator.check_integrity(live)
+        held = sum(seq.num_computed_tokens for seq in live)
+        assert held == self.num_tokens, f"{held} tokens are held, {self.num_tokens} counted"
+        assert 0 <= self.num_slots_held <= self.allocator.num_owned_slots, "more slots are held than owned"
+        swapped = []
+        for seq in waiting:
+            assert not seq.block_table.blocks, f"{seq} waits and owns blocks"
+            assert bool(seq.block_table.host_blocks) == (seq.state is SequenceState.SWAPPED), (
+                f"{seq} is misplaced"
+            )
+            swapped.append(seq.block_table.host_blocks)
+        self.host_pool.check_integrity([*swapped, self.allocator.host_blocks])
+
+    def _swap_in_pairs(self) -> list[tuple[int, int]]:
+        """Host to device, for what did not turn out to be cached on the device meanwhile."""
+        pairs = []
+        size = self.allocator.block_size
+        for seq, (host_blocks, num_computed, num_cached) in self._resumed.items():
+            end = -(-num_computed // size)
+            first = end - len(host_blocks)
+            places = range(max(first, num_cached // size), end)
+            pairs += [(host_blocks[place - first], seq.block_table.blocks[place]) for place in places]
+        return pairs

@@ -1,0 +1,257 @@
+"""Which prefixes of tokens the KV pool holds: a tree of full blocks, found by chained hashes.
+
+Source: the automatic prefix caching of vLLM (a hash of each block and of all before it); the tree of
+RadixAttention (Zheng et al., "SGLang", NeurIPS 2024), of which leaves are evicted first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections.abc import Callable, Collection, Hashable
+from itertools import count
+from typing import Any
+
+from kvengine.policies import Eviction
+
+Hasher = Callable[[bytes], Hashable]
+
+
+def sha256(data: bytes) -> bytes:
+    """The digest by which blocks are found; its 32 bytes are part of the key of the block after."""
+    return hashlib.sha256(data).digest()
+
+
+class Node:
+    """One cached block: its content, its place in the tree, and what eviction policies rank it by.
+
+    It is on the device (`block`), on the host (`host_block`), or neither any more.
+    """
+
+    __slots__ = (
+        "block", "children", "content", "depth", "host_block", "key", "last_used", "num_device_children",
+        "num_hits", "parent", "published", "ticket",
+    )  # fmt: skip
+
+    def __init__(self, key: Hashable, content: bytes, parent: Node | None, block: int, now: int) -> None:
+        self.key = key
+        self.content = content
+        self.parent = parent
+        self.block: int | None = block
+        self.host_block: int | None = None
+        self.depth = parent.depth + 1 if parent else 0
+        self.children: set[Node] = set()
+        self.num_device_children = 0
+        self.num_hits = 0
+        self.published = now
+        self.last_used = now
+        self.ticket = -1
+        """Its entry in the queue of leaves, if that is still valid."""
+
+
+class PrefixPath:
+    """The place of one sequence in the tree: keys of its full blocks, and the nodes its table holds."""
+
+    __slots__ = ("keys", "match", "match_of", "nodes", "root", "unpublishable")
+
+    def __init__(self, root: bytes) -> None:
+        self.root = root
+        """What separates its prefixes from equal tokens of others."""
+        self.keys: list[tuple[Hashable, bytes]] = []
+        """(key, content) of its first full blocks, as far as they were asked for."""
+        self.nodes: list[Node] = []
+        """Those of its blocks that are in the index, from the first on."""
+        self.match: list[Node] = []
+        self.match_of = (-1, -1)
+        """The version of the index and the number of blocks for which `match` was found."""
+        self.unpublishable = False
+        """Whether another content has the key of its next block, so that nothing after it can be found."""
+
+    def copy(self, num_blocks: int) -> PrefixPath:
+        """The path of a branch that shares the first `num_blocks` blocks."""
+        path = PrefixPath(self.root)
+        path.keys, path.nodes = self.keys[:num_blocks], self.nodes[:num_blocks]
+        path.unpublishable = self.unpublishable
+        return path
+
+
+def _as_bytes(key: Hashable) -> bytes:
+    return key if isinstance(key, bytes) else repr(key).encode()
+
+
+def root_of(parts: dict[str, str | None]) -> bytes:
+    """What goes before the first block's tokens: every given part with its kind, so that kinds do not mix."""
+    return repr([(kind, value) for kind, value in sorted(parts.items()) if value is not None]).encode()
+
+
+class PrefixIndex:
+    """All cached blocks. Whoever holds a block holds all blocks before it, so a node that nobody holds has no
+    descendant that somebody holds, and every idle block can be evicted, its descendants first.
+
+    `num_idle` counts nodes on the device that no table holds. Every call costs O(blocks it touches), and
+    eviction O(log of the leaves) besides.
+    """
+
+    def __init__(self, block_size: int, eviction: Eviction, hasher: Hasher = sha256) -> None:
+        self._block_size = block_size
+        self._eviction = eviction
+        self._hasher = hasher
+        self._by_key: dict[Hashable, Node] = {}
+        self._by_block: dict[int, Node] = {}
+        self._idle: set[Node] = set()
+        self._leaves: list[tuple[Any, int, Node]] = []
+        """A heap; an entry is valid while its number is the ticket of its node."""
+        self._tickets = count()
+        self._now = count()
+        self.version = 0
+        """Changes whenever a lookup may have another answer than before."""
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def idle_blocks(self) -> list[int]:
+        """The device blocks that only this index keeps."""
+        return [node.block for node in self._idle if node.block is not None]
+
+    def node_of(self, block: int) -> Node | None:
+        """The node whose content is in device block `block`."""
+        return self._by_block.get(block)
+
+    def match(self, path: PrefixPath, token_ids: list[int], num_blocks: int) -> list[Node]:
+        """The nodes of the longest cached prefix of `token_ids`, `num_blocks` at most. Compares the tokens."""
+        if path.match_of == (self.version, num_blocks):
+            return path.match
+        found: list[Node] = []
+        parent: Node | None = None
+        for index in range(num_blocks):
+            key, content = self._key(path, token_ids, index)
+            node = self._by_key.get(key)
+            if node is None or node.parent is not parent or node.content != content:
+                break
+            found.append(node)
+            parent = node
+        path.match, path.match_of = found, (self.version, num_blocks)
+        return found
+
+    def publish(self, path: PrefixPath, token_ids: list[int], block: int) -> Node | None:
+        """Add the next block of `path`, whose KV is in `block`; the node for its content, new or there before.
+
+        None when its key belongs to another content: then it cannot be found, nor can any block after it.
+        """
+        index = len(path.nodes)
+        parent = path.nodes[-1] if path.nodes else None
+        key, content = self._key(path, token_ids, index)
+        node = self._by_key.get(key)
+        if node is None:
+            node = Node(key, content, parent, block, next(self._now))
+            self._by_key[key] = node
+            self._by_block[block] = node
+            if parent:
+                parent.children.add(node)
+                parent.num_device_children += 1
+            self.version += 1
+        elif node.parent is not parent or node.content != content:
+            path.unpublishable = True
+            return None
+        path.nodes.append(node)
+        return node
+
+    def bring_back(self, node: Node, block: int) -> None:
+        """Device block `block` has, or will have before the next forward pass, the content of an offloaded node."""
+        node.block, node.host_block = block, None
+        self._by_block[block] = node
+        if node.parent:
+            node.parent.num_device_children += 1
+        self.version += 1
+
+    def use(self, node: Node, *, hit: bool = True) -> None:
+        """A table holds `node` from now on: it was hit, or its block replaced an equal one."""
+        node.num_hits += hit
+        node.last_used = next(self._now)
+        node.ticket = -1
+        self._idle.discard(node)
+
+    def leave(self, node: Node) -> None:
+        """No table holds `node` any more."""
+        node.last_used = next(self._now)
+        self._idle.add(node)
+        if not node.num_device_children:
+            self._add_leaf(node)
+
+    def pop_leaf(self) -> tuple[Node, int]:
+        """Take the idle leaf of the lowest rank off the device, and its block; KeyError when nothing is idle.
+
+        The node stays in the index, without a block: the caller forgets it, or offloads it.
+        """
+        while self._leaves:
+            _, ticket, node = heapq.heappop(self._leaves)
+            if node.ticket == ticket:
+                break
+        else:
+            raise KeyError("no cached block is idle")
+        block = node.block
+        assert block is not None
+        self._idle.remove(node)
+        del self._by_block[block]
+        node.ticket, node.block = -1, None
+        parent = node.parent
+        if parent:
+            parent.num_device_children -= 1
+            if not parent.num_device_children and parent in self._idle:
+                self._add_leaf(parent)
+        return node, block
+
+    def forget(self, node: Node) -> list[Node]:
+        """Remove a node that is not on the device, and all below it; what was removed."""
+        if node.parent:
+            node.parent.children.discard(node)
+        removed = [node]
+        for gone in removed:  # grows while it is walked
+            del self._by_key[gone.key]
+            removed += gone.children
+        self.version += 1
+        return removed
+
+    def check_integrity(self) -> Collection[int]:
+        """Raise AssertionError where the tree contradicts itself; the blocks of the idle nodes."""
+        for node in self._by_key.values():
+            if node.parent:
+                assert self._by_key.get(node.parent.key) is node.parent, "a node outlives its parent"
+                assert node in node.parent.children, "a node is not among its parent's children"
+            on_device = [child for child in node.children if child.block is not None]
+            assert all(self._by_key.get(child.key) is child for child in node.children), "a child is gone"
+            assert node.num_device_children == len(on_device), "children on the device are miscounted"
+            assert (node.block is None) != (node.host_block is None), "a node is in two places, or in none"
+            assert node not in self._idle or all(child in self._idle for child in on_device), (
+                "a block that nobody holds has a child that somebody holds"
+            )
+        valid = {node for _, ticket, node in self._leaves if node.ticket == ticket}
+        assert valid == {node for node in self._idle if not node.num_device_children}, "the leaves are wrong"
+        blocks = {block: node for block, node in self._by_block.items() if node.block == block}
+        assert len(blocks) == len(self._by_block), "a block stands for a node that is elsewhere"
+        return {node.block for node in self._idle if node.block is not None}
+
+    def _key(self, path: PrefixPath, token_ids: list[int], index: int) -> tuple[Hashable, bytes]:
+        """Key and content of full block `index`; the key depends on all blocks before."""
+        keys, size = path.keys, self._block_size
+        while len(keys) <= index:
+            start = len(keys) * size
+            tokens = array("q", token_ids[start : start + size]).tobytes()
+            content = tokens if keys else path.root + tokens
+            before = _as_bytes(keys[-1][0]) if keys else b""
+            keys.append((self._hasher(before + content), content))
+        return keys[index]
+
+    def _add_leaf(self, node: Node) -> None:
+        ticket = next(self._tickets)
+        node.ticket = ticket
+        heapq.heappush(self._leaves, (self._eviction.rank(node), ticket, node))
+        if len(self._leaves) > 2 * len(self._idle) + 1024:
+            self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
+            heapq.heapify(self._leaves)
