@@ -7,11 +7,30 @@ scheduling nor preemption can change it.
 from __future__ import annotations
 
 import hashlib
+from itertools import islice
 
 import torch
 
 from kvengine.core.errors import ModelError
+from kvengine.core.plan import ScheduledRow
 from kvengine.core.sequence import Sequence
+
+
+def sample_rows(logits: torch.Tensor, rows: list[ScheduledRow]) -> list[list[int]]:
+    """The ids of every row of a plan: none for one that does not sample, else one for its sequence and one for
+    each of its forks, drawn by each one's own (seed, choice, position) from the same logits.
+
+    `logits`: [rows that sample, V] float32. ModelError as in sample().
+    """
+    sequences = [(row.seq, *row.forks) if row.samples else () for row in rows]
+    counts = [len(group) for group in sequences if group]
+    if not counts:
+        return [[] for _ in rows]
+    if max(counts) > 1:
+        index = [i for i, count in enumerate(counts) for _ in range(count)]
+        logits = logits[index]
+    ids = iter(sample(logits, [seq for group in sequences for seq in group]))
+    return [list(islice(ids, len(group))) for group in sequences]
 
 
 def sample(logits: torch.Tensor, rows: list[Sequence]) -> list[int]:

@@ -12,7 +12,7 @@ from kvengine.core.plan import StepPlan, StepResult
 from kvengine.executors.config import TorchConfig
 from kvengine.executors.hf_model import HfLogitsModel
 from kvengine.executors.input_batch import InputBatch, input_batch
-from kvengine.executors.sampling import sample
+from kvengine.executors.sampling import sample_rows
 from kvengine.policies import Build
 
 
@@ -50,10 +50,7 @@ class TorchExecutor:
             device=self._model.device,
         )
         logits = self._model.forward(batch)
-        sampling = [row.seq for row in plan.rows if row.samples]
-        ids = iter(sample(logits, sampling) if sampling else ())
-        token_ids = [[next(ids)] if row.samples else [] for row in plan.rows]
-        return StepResult(token_ids, time.perf_counter_ns() - start)
+        return StepResult(sample_rows(logits, plan.rows), time.perf_counter_ns() - start)
 
     def close(self) -> None:
         """Drop the model and its cache."""
