@@ -50,8 +50,8 @@ class Engine:
         """Branch a live request: let `request` go on from all that its `fork_of` has so far.
 
         The prompt of the branch is the tokens of that request's first choice and then its own
-        `prompt_token_ids` (none is allowed: then the draws differ); salt and tenant are those of `fork_of`. KV that is
-        computed is shared, not computed again. RequestError when nothing of that id is live, when the allocator
+        `prompt_token_ids` (none is allowed: then only the draws differ); salt and tenant are those of `fork_of`.
+        KV that is computed is shared, not computed again. RequestError when nothing of that id is live, when the allocator
         does not share blocks, and for whatever `add_request` refuses.
         """
         try:
@@ -172,9 +172,8 @@ class Engine:
         """The first choice of the request that `request` branches off; RequestError."""
         if not self.context.allocator.shares:
             name = type(self.context.allocator).__name__
-            raise RequestError(
-                request.id, f"{name} does not share blocks, so nothing can be forked; take allocator=paged"
-            )
+            problem = f"{name} does not share blocks, so nothing can be forked; take allocator=paged"
+            raise RequestError(request.id, problem)
         live = self._live.get(request.fork_of or "", ())
         parent = next((seq for seq in live if seq.choice == 0 and seq.finish_reason is None), None)
         if parent is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvengine.kv.block_pool import BlockPool
 
 
@@ -14,7 +16,7 @@ class SwapPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._pool = BlockPool(num_blocks) if num_blocks else None
-        self.reclaim = _nothing_to_reclaim
+        self.reclaim: Callable[[int], object] = _nothing_to_reclaim
 
     @property
     def num_free(self) -> int:

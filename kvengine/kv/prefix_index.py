@@ -63,7 +63,7 @@ class PrefixPath:
         self.nodes: list[Node] = []
         """Those of its blocks that are in the index, from the first on."""
         self.match: list[Node] = []
-        self.match_of = (-1, -1)
+        self.match_of: tuple[int, int] = (-1, -1)
         """The version of the index and the number of blocks for which `match` was found."""
         self.unpublishable = False
         """Whether another content has the key of its next block, so that nothing after it can be found."""
