@@ -211,6 +211,10 @@ class PrefixIndex:
         """Remove a node that is not on the device, and all below it; what was removed."""
         if node.parent:
             node.parent.children.discard(node)
+        if not node.children:  # as for every leaf, unless some of its children are on the host
+            del self._by_key[node.key]
+            self.version += 1
+            return [node]
         removed = [node]
         for gone in removed:  # grows while it is walked
             del self._by_key[gone.key]

@@ -75,6 +75,10 @@ class PagedAllocator(Allocator):
         return self._num_saved_slots
 
     @property
+    def host_blocks(self) -> list[int]:
+        return self._offload.host_blocks if self._offload else []
+
+    @property
     def capacity(self) -> int:
         return self.num_blocks * self.block_size
 
@@ -94,7 +98,7 @@ class PagedAllocator(Allocator):
     def allocate(self, seq: Sequence, num_tokens: int) -> Refusal | None:
         table = seq.block_table
         blocks = table.blocks
-        if not blocks:
+        if not blocks and (self._index is not None or self._window is not None):
             return self._begin(seq, num_tokens)
         size = self.block_size
         missing = -(-num_tokens // size) - len(blocks)
@@ -166,9 +170,8 @@ class PagedAllocator(Allocator):
         if self._offload:
             self._offload.done()
 
-    def free(self, seq: Sequence) -> int:
+    def free(self, seq: Sequence) -> None:
         table = seq.block_table
-        before = self.num_free_blocks
         live = table.blocks[table.num_dropped :] if table.num_dropped else table.blocks
         left = self._pool.drop(live)
         if len(left) < len(live):
@@ -178,7 +181,6 @@ class PagedAllocator(Allocator):
         table.blocks, table.num_slots, table.num_dropped = [], 0, 0
         if table.prefix is not None:
             table.prefix.nodes, table.prefix.unpublishable = [], False
-        return self.num_free_blocks - before
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         cached = self._index.check_integrity() if self._index else ()
