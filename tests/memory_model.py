@@ -284,7 +284,7 @@ class MemoryModel:
 def prompt_pool(rng: random.Random, max_len: int) -> list[list[int]]:
     """Prompts that share prefixes with one another."""
     stems = [[rng.randrange(3) for _ in range(rng.randrange(1, max_len))] for _ in range(4)]
-    return [stem[: rng.randrange(1, len(stem) + 1)] + [rng.randrange(3)] for stem in stems for _ in range(4)]
+    return [[*stem[: rng.randrange(1, len(stem) + 1)], rng.randrange(3)] for stem in stems for _ in range(4)]
 
 
 def random_operation(model: MemoryModel, rng: random.Random, prompts: list[list[int]]) -> None:
@@ -315,7 +315,7 @@ def random_operation(model: MemoryModel, rng: random.Random, prompts: list[list[
 def _admit(model: MemoryModel, rng: random.Random, prompts: list[list[int]]) -> None:
     tokens = rng.choice(prompts)
     if rng.random() < 0.2 and model.live:  # a follow-up of what somebody has so far
-        tokens = rng.choice(model.live).token_ids + [rng.randrange(3)]
+        tokens = [*rng.choice(model.live).token_ids, rng.randrange(3)]
     tokens = tokens[: model.max_model_len - 1]
     room = model.max_model_len - len(tokens)
     model.admit(list(tokens), rng.randrange(1, min(room, 20) + 1), rng.randrange(1, 12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Literal
 
 import pytest
 
@@ -40,7 +41,7 @@ class RandomUse:
         self.rng = rng = random.Random(seed)
         self.num_blocks = rng.choice([8, 10, 14, 30])
         num_host_blocks = rng.choice([0, 1, 3, 8, 40])
-        mode = rng.choice(["auto", "off"])
+        mode: Literal["auto", "off"] = "auto" if rng.random() < 0.5 else "off"
         offload = mode == "auto" and num_host_blocks > 0 and rng.random() < 0.4
         scheduler = rng.choice(["chunked", "continuous", "static"])
         self.engine = TestEngine(
