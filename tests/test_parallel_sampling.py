@@ -69,7 +69,7 @@ def saved_share(workload: str, n: int) -> float:
         pool = engine.log.steps[-1].pool
         in_use = NUM_BLOCKS - pool.num_free_blocks
         assert pool.num_saved_blocks == saved_blocks(engine)
-        if len(engine.engine.context.waiting):
+        if in_use and len(engine.engine.context.waiting):
             shares.append(pool.num_saved_blocks / (in_use + pool.num_saved_blocks))
     return sum(shares) / len(shares)
 
