@@ -51,7 +51,7 @@ def check(name: str, combination: Combination, tiny: Tiny, config: Config, asks:
     """Serve the checkpoint in this way, and hold its tokens and reasons against the reference."""
     directory, answers = tiny(name)
     outcome = serve(configured(config(directory), combination, asks, MAX_MODEL_LEN))
-    differ = differences(answers, outcome.outputs)
+    differ = [line for outputs in outcome.choices for line in differences(answers, outputs)]
     print(f"{name} {combination}: {len(asks) - len(differ)} of {len(asks)} identical")
     assert not differ
     for place, answer in enumerate(answers):
@@ -60,6 +60,10 @@ def check(name: str, combination: Combination, tiny: Tiny, config: Config, asks:
             assert outcome.finish_reasons[place] == ended, f"request {place}"
     if combination.scarce and outcome.ran_together:
         assert outcome.log.num_preemptions, "the pool was not scarce"
+    if combination.shared and combination.block_size > 1:
+        assert outcome.moved("copies"), "no shared block was written"
+    if combination.shared and outcome.log.num_preemptions:
+        assert outcome.moved("swap_outs"), "nobody was swapped out"
 
 
 @pytest.mark.parametrize(("name", "combination"), COVERS)

@@ -338,13 +338,15 @@ class PagedAllocator(Allocator):
         """Free `count` idle blocks of the index."""
         index, offload = self._index, self._offload
         assert index is not None
+        freed = []
         for _ in range(count):
             node, block = index.pop_leaf()
-            if offload is None:
+            if offload is None or not offload.keep(node, block):
+                if offload is not None:
+                    offload.forget_below(node)
                 index.forget(node)
-            elif not offload.keep(node, block):
-                offload.dropped(index.forget(node))
-            self._pool.put_back((block,))
+            freed.append(block)
+        self._pool.put_back(freed)
 
     def _let_go(self, blocks: list[int]) -> None:
         """Nobody holds `blocks` any more: cached ones stay, the others are free."""
