@@ -47,6 +47,7 @@ DECLARATIONS: list[tuple[str, dict[str, Any], int | None]] = [
     ("LlamaConfig", {}, None),
     ("MistralConfig", {"sliding_window": None}, None),
     ("MistralConfig", {"sliding_window": 9}, 9),
+    ("MistralConfig", {"sliding_window": 9, "use_sliding_window": False}, None),
     ("Phi3Config", {"sliding_window": 9}, 9),
     ("MixtralConfig", {"sliding_window": 9}, 9),
     ("Qwen2Config", {"sliding_window": 9}, None),
