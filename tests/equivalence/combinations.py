@@ -47,7 +47,7 @@ class Combination:
     """One way to serve; `token_budget=None` is no limit, `scarce` a pool that just holds the longest request.
 
     `shared`: with the prefix cache, two choices of every request (forked, and copied on write), and victims that
-    are swapped to a small host pool; else nothing of it, and victims are recomputed.
+    are swapped to a host pool of the same size; else nothing of it, and victims are recomputed.
     """
 
     scheduler: str
@@ -178,7 +178,7 @@ def configured(
     }
     if combination.shared:
         config["preemption"] = {"name": "swap_always"}
-        config["engine"]["num_host_blocks"] = -(-slots // combination.block_size) // 2
+        config["engine"]["num_host_blocks"] = -(-slots // combination.block_size)
         sampling = config["workload"].get("sampling", {"temperature": 0.0})
         config["workload"]["sampling"] = {**sampling, "n": combination.num_choices}
     return config
