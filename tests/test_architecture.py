@@ -166,7 +166,7 @@ def policy_modules() -> Iterator[Module]:
 
 
 def test_policy_plug_ins_import_only_core_policies_and_kv():
-    assert {module.unit for module in policy_modules()} >= set(POLICY_FOLDERS) - {"evictions"}
+    assert {module.unit for module in policy_modules()} >= set(POLICY_FOLDERS)
     for module in policy_modules():
         own = f"kvengine_plugins.{module.unit}"
         allowed = ("kvengine.core", "kvengine.policies", "kvengine.kv", own)
@@ -193,7 +193,7 @@ registry = discover()
 assert not registry.broken, registry.broken
 names = dict(
     allocator="paged", scheduler="static", queue="fcfs", admission="whole_prompt", victim="latest_arrival",
-    preemption="recompute", attention="torch", executor="null", workload="synthetic", model="checksum",
+    preemption="recompute", eviction="lru", attention="torch", executor="null", workload="synthetic", model="checksum",
 )
 plan = blueprint({kind: {"name": name} for kind, name in names.items()}, registry)
 report = Driver(plan.engine(), plan.workload).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvengine.core.sequence import Sequence
+from kvengine.core.shapes import PrefixCacheConfig
 from kvengine.registry import Registry, discover
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import checksum_output
@@ -30,12 +31,17 @@ def assert_whole_and_free(engine: TestEngine, num_sequences: int, num_new: int) 
         assert seq.num_output_tokens == num_new
         assert engine.outputs[seq.id] == seq.token_ids[seq.num_prompt_tokens :]
         sampled_in = [step.step for step in engine.log.steps if seq.id in step.sampled]
+        if len(sampled_in) < num_new:  # forked: its first token comes from the row of its leader's prompt
+            assert seq.choice > 0
+            leader = f"{seq.request.id}/0"
+            sampled_in.insert(0, next(step.step for step in engine.log.steps if leader in step.sampled))
         assert len(sampled_in) == num_new
         runs = [step for first, length in seq.token_runs for step in range(first, first + length)]
         assert runs == sampled_in
     context = engine.engine.context
     assert context.num_free_blocks == context.allocator.num_blocks
-    assert context.num_tokens_held == 0
+    assert context.memory.num_tokens == context.memory.num_slots_held == 0
+    assert context.memory.host_pool.num_free == context.memory.host_pool.num_blocks
     assert not context.num_running
     assert not context.held
     assert not len(context.waiting)
@@ -70,18 +76,21 @@ def test_d1_golden_outputs_under_preemption(scheduler, victim, queue):
     assert_whole_and_free(engine, num_sequences=2, num_new=8)
 
 
-def test_d1_victim_keeps_its_first_token_time_and_counts_what_it_recomputes():
-    engine = TestEngine(block_size=4, num_blocks=6)
+@pytest.mark.parametrize(("cache", "recomputed"), [("off", 12), ("auto", 4)])
+def test_d1_victim_keeps_its_first_token_time_and_counts_what_it_recomputes(cache, recomputed):
+    engine = TestEngine(block_size=4, num_blocks=6, prefix_cache=PrefixCacheConfig(mode=cache))
     for name, (prompt, _) in GOLDEN.items():
         engine.add(name, prompt, 8)
     engine.run()
     a, b = sorted(engine.log.finished_sequences, key=lambda seq: seq.order)
     # Both take 2 blocks for the prompt and a third at step 1; at step 5 slot 12 needs a fourth, and b gives
-    # way. a ends at step 7, so b resumes at step 8 with 8 + 5 tokens, 12 of them computed before.
+    # way. a ends at step 7, so b resumes at step 8 with 8 + 5 tokens, 12 of them computed before. Of the three
+    # blocks that b leaves a takes one, for which a cache gives up b's last: 8 tokens are left to be hit.
     assert [step.preempted for step in engine.log.steps] == [()] * 5 + [("b",)] + [()] * 5
     assert (a.num_preemptions, a.num_recomputed_tokens) == (0, 0)
-    assert (b.num_preemptions, b.num_recomputed_tokens) == (1, 12)
-    assert engine.log.steps[8].scheduled == {"b": 13}
+    assert (b.num_preemptions, b.num_recomputed_tokens) == (1, recomputed)
+    assert engine.log.steps[8].scheduled == {"b": 1 + recomputed}
+    assert b.num_cached_tokens == 0, "nothing of its prompt was cached when it was first admitted"
     assert len(engine.log.steps) == 11
     assert b.times.first_token_ns == a.times.first_token_ns == 10_000_000
     assert b.times.last_token_ns == b.times.finished_ns == 110_000_000

@@ -19,6 +19,7 @@ from kvengine.core.plan import ScheduledRow, StepPlan, StepResult
 from kvengine.core.reasons import Reason
 from kvengine.core.request import Request
 from kvengine.core.sequence import Sequence
+from kvengine.core.shapes import PrefixCacheConfig
 from kvengine.engine.recording import PoolState
 from kvengine.telemetry import recorder as recorder_module
 from kvengine.telemetry.recorder import ColumnRecorder
@@ -27,17 +28,19 @@ from kvengine.telemetry.tables import SCHEMAS
 from kvengine.testing.engines import TestEngine
 
 MS = 1_000_000
-NOTHING = PoolState(0, 0, 0, 0, 0)
+NOTHING = PoolState(*[0] * 9)
 
 COLUMNS = {
     "steps": "step start_ns end_ns num_rows num_sampled num_prefill_tokens num_decode_tokens num_idle_rows"
     " num_padding_tokens num_recomputed_tokens num_admitted num_preempted num_running num_held num_waiting"
-    " num_free_blocks num_tokens_held",
-    "requests": "request_id choice pair_key status finish_reason problem num_prompt_tokens num_output_tokens"
-    " arrival_ns admitted_ns first_token_ns last_token_ns finished_ns num_preemptions num_recomputed_tokens",
+    " num_free_blocks num_cached_blocks num_saved_blocks num_slots_held num_slots_owned num_host_blocks"
+    " num_copied_blocks num_swapped_out_blocks num_swapped_in_blocks",
+    "requests": "request_id choice pair_key status finish_reason problem num_prompt_tokens num_cached_tokens"
+    " num_output_tokens arrival_ns admitted_ns first_token_ns last_token_ns finished_ns num_preemptions num_recomputed_tokens",
     "tokens": "request_id choice first_step num_steps",
     "decisions": "first_step last_step time_ns request_id choice action reason detail num_blocks num_tokens"
-    " num_free_before",
+    " num_free_before num_cached",
+    "unwritten": "request_id choice first_step last_step num_slots",
 }
 """What README and analyses rely on: a column that is renamed breaks recorded runs."""
 
@@ -88,7 +91,17 @@ ALL_POLICIES = [
 ]
 
 
-@pytest.fixture(params=ALL_POLICIES, ids=["chunked", "chunked_tight", "continuous", "static"])
+POLICY_NAMES = ["chunked", "chunked_tight", "continuous", "static"]
+
+
+def forks_of(tables: dict[str, pa.Table]) -> dict[str, int]:
+    """The step in which each fork began: that in which the first choice got its first token."""
+    found = rows(tables["decisions"], "request_id", "choice", "first_step", "detail", action="fork")
+    assert {(key, detail) for key, _, _, detail in found} <= {("many", "many/0")}
+    return {f"{key}/{choice}": step for key, choice, step, _ in found}
+
+
+@pytest.fixture(params=ALL_POLICIES, ids=POLICY_NAMES)
 def finished_run(request: pytest.FixtureRequest) -> tuple[TestEngine, dict[str, pa.Table]]:
     test_engine, recorder = recorded(**request.param)
     load(test_engine)
@@ -122,15 +135,21 @@ def test_steps_are_those_of_the_step_log(finished_run: tuple[TestEngine, dict[st
             step.num_padding_tokens,
         )
         assert row["num_preempted"] == len(step.preempted)
-        assert PoolState(*(row[f"num_{n}"] for n in POOL)) == step.pool
+        assert PoolState(*(row[name] for name in PoolState._fields)) == step.pool
+        assert row["num_copied_blocks"] == len(step.copies)
+        assert row["num_swapped_out_blocks"] == len(step.swap_outs)
+        assert row["num_swapped_in_blocks"] == len(step.swap_ins)
 
 
-POOL = ("running", "held", "waiting", "free_blocks", "tokens_held")
-
-
-def test_work_is_told_apart(finished_run: tuple[TestEngine, dict[str, pa.Table]]) -> None:
-    """Admissions, decodes and recomputed tokens, from nothing but what the log says was scheduled."""
-    test_engine, tables = finished_run
+@pytest.mark.parametrize("settings", ALL_POLICIES, ids=POLICY_NAMES)
+def test_work_is_told_apart(settings: dict[str, Any]) -> None:
+    """Admissions, decodes and recomputed tokens, from nothing but what the log says was scheduled, and from who
+    was forked; without a prefix cache, so that whoever is admitted begins at 0."""
+    test_engine, recorder = recorded(prefix_cache=PrefixCacheConfig(mode="off"), **settings)
+    load(test_engine)
+    recorder.flush()
+    tables = recorder.tables()
+    forks = forks_of(tables)
     prompts = {seq.id: seq.num_prompt_tokens for seq in test_engine.log.finished_sequences}
     computed: Counter[str] = Counter()
     peak: Counter[str] = Counter()
@@ -142,7 +161,7 @@ def test_work_is_told_apart(finished_run: tuple[TestEngine, dict[str, pa.Table]]
             for key, tokens in step.scheduled.items()
             if tokens == 1 and key in step.sampled and computed[key] >= prompts[key]
         }
-        assert row["num_decode_tokens"] == len(decodes)
+        assert row["num_decode_tokens"] == len(decodes), step
         assert row["num_admitted"] == sum(computed[key] == 0 for key in step.scheduled)
         again = sum(
             min(computed[k] + n, peak[k]) - computed[k]
@@ -151,6 +170,7 @@ def test_work_is_told_apart(finished_run: tuple[TestEngine, dict[str, pa.Table]]
         )
         assert row["num_recomputed_tokens"] == again
         computed.update(step.scheduled)
+        computed.update({key: prompts[key] for key, at in forks.items() if at == step.step})
         peak |= computed
     assert sum(tables["steps"]["num_recomputed_tokens"].to_pylist()) == sum(
         tables["requests"]["num_recomputed_tokens"].to_pylist()
@@ -205,6 +225,9 @@ def test_tokens_are_the_steps_that_sampled(finished_run: tuple[TestEngine, dict[
         steps = [step.step for step in test_engine.log.steps if key.id in step.sampled]
         if steps:
             sampled[key.request.id, key.choice] = steps
+    for key, step in forks_of(tables).items():  # its first token is of the row of many/0
+        assert step == sampled["many", 0][0]
+        sampled[split(key)].insert(0, step)
     found: dict[tuple[str, int], list[int]] = {}
     for request_id, choice, first, num_steps in rows(tables["tokens"], *COLUMNS["tokens"].split()):
         steps = found.setdefault((request_id, choice), [])
@@ -230,7 +253,10 @@ def test_decisions_are_those_of_the_step_log(finished_run: tuple[TestEngine, dic
         for key in step.scheduled:
             first.setdefault(key, step.step)
     admitted = rows(decisions, "first_step", "request_id", "choice", action="admit")
-    assert sorted(admitted) == sorted((at, *split(key)) for key, at in first.items())
+    forks = forks_of(tables)
+    assert sorted(admitted) == sorted((at, *split(key)) for key, at in first.items() if key not in forks)
+    shared = rows(decisions, "num_blocks", "num_tokens", "num_cached", action="fork")
+    assert shared == [(2, 6, 6)] * len(forks), "6 tokens in 2 blocks of 4"
     assert len(rows(decisions, "action", action="resume")) <= test_engine.log.num_preemptions
     assert rows(decisions, "request_id", action="abort") == [("r3",)]
     assert all(time_ns == step * 10 * MS for step, time_ns in rows(decisions, "first_step", "time_ns"))

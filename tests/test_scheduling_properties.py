@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -154,13 +155,24 @@ def check_outputs(engine: TestEngine, case: Case, delivered_before_abort: dict[s
 def check_nothing_is_left(engine: TestEngine) -> None:
     context = engine.engine.context
     assert context.num_free_blocks == context.allocator.num_blocks
-    assert context.num_tokens_held == 0
+    assert context.memory.num_tokens == context.memory.num_slots_held == 0
     assert context.num_running == len(context.held) == len(context.waiting) == 0
     assert not engine.engine.has_unfinished
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("allocator", REGISTRY.names("allocator"))
+SERIAL_FORKS = pytest.mark.xfail(
+    strict=True,
+    reason="SerialScheduler walks a copy of view.running, so it schedules a fork that was preempted meanwhile",
+)
+
+
+@pytest.mark.parametrize(
+    ("allocator", "scheduler"),
+    [
+        pytest.param(*pair, marks=SERIAL_FORKS if pair == ("paged", "serial") else ())
+        for pair in product(REGISTRY.names("allocator"), SCHEDULERS)
+    ],
+)
 def test_every_combination_of_policies_serves_every_workload(scheduler, allocator):
     chunks = CHUNKS[scheduler]
     others = {

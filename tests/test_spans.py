@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kvengine.core.errors import RequestError
 from kvengine.core.sequence import SequenceState
+from kvengine.engine.recording import PoolState
 from kvengine.policies import SchedulingView
 from kvengine.registry import discover
 from kvengine.telemetry import spans as spans_module
@@ -312,23 +313,35 @@ def test_phases_follow_each_other_and_sum_to_the_latency(recorded: Recorded) -> 
 
 
 def test_phases_change_when_the_step_log_says_so(recorded: Recorded) -> None:
-    """Queued until the first step with it, prefill until its first token, preempted until it is back."""
+    """Queued until the first step with it, prefill until its first token, preempted until it is back.
+
+    A fork's first token comes from the row of `many/0` that ends the prompt: all of its prefill is that step.
+    """
     log = recorded.test_engine.log
-    num_decodes = 0
+    forked_in = next(s.step for s in log.steps if "many/0" in s.sampled)
+    num_decodes = num_forks = 0
     for root in recorded.roots:
         for phase in recorded.children(root):
             request_id, choice = attributes(root)["kvengine.request.id"], attributes(phase)["kvengine.choice"]
             key = f"many/{choice}" if request_id == "many" else request_id
             during = [s for s in log.steps if start(phase) <= s.step * 10 * MS < end(phase)]
+            before = log.steps[start(phase) // (10 * MS) - 1]
+            forked = request_id == "many" and choice > 0
             if phase["name"] in ("queued", "preempted"):
                 assert not any(key in s.scheduled for s in during)
+            elif phase["name"] == "prefill" and forked and [s.step for s in during] == [forked_in]:
+                assert key not in during[0].scheduled
+                num_forks += 1
+            elif start(phase) == end(phase):  # let in and preempted by one plan
+                assert key in log.steps[start(phase) // (10 * MS)].preempted
             elif phase["name"] == "prefill":
                 assert key in during[0].scheduled
                 assert not any(key in s.sampled for s in during[:-1])
             else:
-                assert key in log.steps[start(phase) // (10 * MS) - 1].sampled
+                assert key in before.sampled or (forked and before.step == forked_in)
                 num_decodes += 1
     assert num_decodes >= len(log.finished_sequences) - 2
+    assert num_forks == 2
 
 
 def test_the_root_says_what_the_request_was(recorded: Recorded) -> None:
@@ -432,7 +445,7 @@ def test_a_prefill_that_is_aborted_or_preempted_is_linked_to_its_chunks(tmp_path
     test_engine, recorder = engine(num_blocks=8, block_size=4, max_num_batched_tokens=5)
     test_engine.add("a", range(4), 20)
     test_engine.step()
-    test_engine.add("b", range(22), 2)
+    test_engine.add("b", range(100, 122), 2)
     for _ in range(40):
         test_engine.step()
         if "b" in test_engine.log.steps[-1].preempted:
@@ -440,7 +453,7 @@ def test_a_prefill_that_is_aborted_or_preempted_is_linked_to_its_chunks(tmp_path
     assert test_engine.log.num_preemptions == 1
     assert not any("b" in step.sampled for step in test_engine.log.steps)
     test_engine.run()
-    test_engine.add("c", range(30), 2)
+    test_engine.add("c", range(200, 230), 2)
     test_engine.step()
     test_engine.step()
     test_engine.engine.abort("c")
@@ -547,7 +560,8 @@ def steps_table(durations_ms: list[float], **changed: dict[int, int]) -> pa.Tabl
     rows = []
     for i, (begin, stop) in enumerate(zip(starts, ends, strict=True)):
         prefill, decode, idle, preempted = (changed.get(name, {}).get(i, usual[name]) for name in names)
-        rows.append((i, begin, stop, 1, 1, prefill, decode, idle, 0, 0, 0, preempted, 1, 0, 0, 9, 9))
+        counts = (1, 1, prefill, decode, idle, 0, 0, 0, preempted)
+        rows.append((i, begin, stop, *counts, *PoolState(1, 0, 0, 9, 0, 0, 9, 9, 0), 0, 0, 0))
     return columns("steps", rows)
 
 

@@ -16,13 +16,17 @@ SECOND_NS = 1_000_000_000
 
 
 def static_engine(
-    num_blocks: int = 64, block_size: int = 4, settings: dict | None = None, **config
+    num_blocks: int = 64,
+    block_size: int = 4,
+    settings: dict | None = None,
+    allocator: str = "paged",
+    **config,
 ) -> TestEngine:
     return TestEngine(
         registry=REGISTRY,
         num_blocks=num_blocks,
         block_size=block_size,
-        policies={"scheduler": "static"},
+        policies={"scheduler": "static", "allocator": allocator},
         settings={"scheduler": settings or {}},
         **config,
     )
@@ -120,14 +124,20 @@ def test_finished_rows_keep_their_blocks_until_the_batch_drains():
     assert in_use == [5, 6, 7, 7, 7, 8, 8, 8, 8, 0]
 
 
-def test_choices_of_a_request_are_rows_of_their_own():
-    engine = static_engine(max_num_seqs=4)
+@pytest.mark.parametrize(
+    ("allocator", "prefills"), [("contiguous_max", ("a/0", "a/1", "a/2")), ("paged", ("a/0",))]
+)
+def test_choices_of_a_request_are_rows_of_their_own(allocator, prefills):
+    """One prefill where blocks are shared, of which the others are forked; rows of the batch they are anyway."""
+    engine = static_engine(max_num_seqs=4, max_model_len=16, allocator=allocator)
     add(engine, "a", 3, 2, n=3)
     add(engine, "b", 5, 4)
     engine.run()
-    assert scheduled(engine)[0] == {"a/0": 3, "a/1": 3, "a/2": 3, "b": 5}
+    assert scheduled(engine)[0] == {**dict.fromkeys(prefills, 3), "b": 5}
+    assert scheduled(engine)[1] == {"a/0": 1, "a/1": 1, "a/2": 1, "b": 1}
     assert idle_rows(engine) == [0, 0, 3, 3]
-    assert padding(engine) == [6, 0, 0, 0]
+    assert padding(engine) == [2 * len(prefills), 0, 0, 0]
+    assert [step.pool.num_held for step in engine.log.steps] == [0, 3, 3, 0]
     assert engine.outputs["a/2"] == checksum_output(prompt_of("a", 3), 2)
 
 
@@ -351,8 +361,9 @@ def test_pool_too_small_preempts_the_latest_which_joins_the_next_batch():
     add(engine, "a", 4, 5)  # 8 slots: 2 blocks
     add(engine, "b", 4, 5)
     engine.run()
-    # In step 1 a takes the third block for its slot 4, so b gives way. a ends in step 4; b has 4 + 1 tokens.
-    assert scheduled(engine) == [{"a": 4, "b": 4}, *[{"a": 1}] * 4, {"b": 5}, *[{"b": 1}] * 3]
+    # In step 1 a takes the third block for its slot 4, so b gives way. a ends in step 4; b has 4 + 1 tokens,
+    # and the block of the first 4 is still cached.
+    assert scheduled(engine) == [{"a": 4, "b": 4}, *[{"a": 1}] * 4, {"b": 1}, *[{"b": 1}] * 3]
     assert [step.preempted for step in engine.log.steps] == [(), ("b",), *[()] * 7]
     assert idle_rows(engine) == [0] * 9
     assert times_by_id(engine)["a"].first_token_ns == 5 * STEP_NS
@@ -370,7 +381,7 @@ def test_held_row_gives_up_its_blocks_when_one_row_still_runs():
     assert idle_rows(engine) == [0, *[1] * 8]
     assert [step.pool.num_held for step in engine.log.steps] == [*[1] * 8, 0]
     assert [step.pool.num_free_blocks for step in engine.log.steps] == [1, 0, 0, 0, 0, 0, 0, 0, 3]
-    assert [step.pool.num_tokens_held for step in engine.log.steps] == [8, 9, 10, 11, 12, 9, 10, 11, 0]
+    assert [step.pool.num_slots_held for step in engine.log.steps] == [8, 9, 10, 11, 12, 9, 10, 11, 0]
     assert engine.log.num_preemptions == 0
     assert engine.outputs == {
         "a": checksum_output(prompt_of("a", 4), 1),

@@ -16,12 +16,14 @@ from kvengine.analysis.summary import PoolFacts, summarize
 from kvengine.core.reasons import Reason
 from kvengine.core.request import Request, SamplingParams
 from kvengine.engine.driver import Driver
+from kvengine.engine.recording import PoolState
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.telemetry.run_directory import RunDirectory, read_tables
-from kvengine.telemetry.tables import columns
+from kvengine.telemetry.tables import SCHEMAS, columns
 from kvengine.testing.engines import TestEngine
 
 MS = 1_000_000
+BLOCK_BYTES = 1000
 D1 = ("a", "b")
 """The load of D1 in the list of known failures: two prompts of 8 tokens, 8 new ones each, 6 blocks of 4."""
 
@@ -38,7 +40,7 @@ class Tee:
 
 
 class Work:
-    """A workload of (id, prompt tokens, new tokens, arrival in ms); `n` choices each."""
+    """A workload of (id, prompt tokens, new tokens, arrival in ms); `n` choices each, no two prompts begin alike."""
 
     concurrency: int | None = None
 
@@ -46,10 +48,10 @@ class Work:
         self.num_requests, self._work, self._n = len(work), work, n
 
     def requests(self) -> Iterator[Request]:
-        for request_id, prompt, new, arrival in self._work:
+        for ordinal, (request_id, prompt, new, arrival) in enumerate(self._work):
             yield Request(
                 id=request_id,
-                prompt_token_ids=tuple(range(1, prompt + 1)),
+                prompt_token_ids=(ordinal + 1, *range(100, 99 + prompt)),
                 sampling=SamplingParams(temperature=0.0, n=self._n),
                 arrival_ns=round(arrival * MS),
                 known_output_tokens=new,
@@ -75,6 +77,7 @@ def facts(test_engine: TestEngine) -> PoolFacts:
     return PoolFacts(
         num_blocks=context.allocator.num_blocks,
         block_size=context.allocator.block_size,
+        block_bytes=BLOCK_BYTES,
         max_num_seqs=context.limits.max_num_seqs,
     )
 
@@ -90,13 +93,17 @@ def mean_and_peak(mean: float, peak: float) -> Any:
 def test_a_run_worked_out_by_hand() -> None:
     """Steps of 10 ms, two seats, whole prompts first; blocks of 4 slots, 8 of them.
 
-    step  computes                      tokens held   blocks reserved
-      0   prompts of a (4) and c (8)    12            1 + 2
-      1   a, c                          14            2 + 3
-      2   a (its last), c               10            0 + 3
+    step  computes                      held  blocks owned  internal  reserved  external  cached
+      0   prompts of a (4) and c (8)    12    1 + 2         0         0         20        0
+      1   a, c                          14    2 + 3         2 + 1     3         12        0
+      2   a (its last), c               10    0 + 3         1         1         20        4
       3   prompt of b (4), which came at 5 ms
-                                        14            1 + 3
-      4   b (its last), c (its last)     0            0
+                                        14    1 + 3         1         1         16        4
+      4   b (its last), c (its last)     0    0             0         0         32        16
+
+    In slots. a computes 4 + 2 of its 8 slots and c 8 + 3 of its 12, so 2 and 1 are never written, from step 1 on,
+    when they came with the last block of each. b's second block lives within step 4. Of a one full block stays
+    cached, of b one and of c two.
     """
     work = Work(("a", 4, 3, 0), ("c", 8, 4, 0), ("b", 4, 2, 5))
     _, _, figures = run(work, num_blocks=8, max_num_seqs=2, policies={"scheduler": "continuous"})
@@ -114,8 +121,18 @@ def test_a_run_worked_out_by_hand() -> None:
         "itl_ms": percentiles(10, 15, 19.5),  # of 10, 10, 10, 10, 10, 20
         "queue_ms": percentiles(0, 20, 24.5),  # of 0, 0, 25
         "kv_held_of_pool": mean_and_peak(50 / 160, 14 / 32),
-        "kv_held_of_reserved": mean_and_peak((12 / 12 + 14 / 20 + 10 / 12 + 14 / 16) / 4, 1),
-        "kv_reserved_of_pool": mean_and_peak(60 / 160, 20 / 32),
+        "kv_reserved_of_pool": mean_and_peak(5 / 160, 3 / 32),
+        "kv_internal_of_pool": mean_and_peak(5 / 160, 3 / 32),
+        "kv_external_of_pool": mean_and_peak(100 / 160, 1),
+        "kv_cached_of_pool": mean_and_peak(24 / 160, 16 / 32),
+        "kv_held_of_owned": mean_and_peak((12 / 12 + 14 / 20 + 10 / 12 + 14 / 16) / 4, 1),
+        "kv_saved_bytes": mean_and_peak(0, 0),
+        "cached_tokens": 0,
+        "cached_token_share": 0,
+        "copied_blocks": 0,
+        "swapped_out_blocks": 0,
+        "swapped_in_blocks": 0,
+        "swapped_bytes": 0,
         "slot_occupancy": pytest.approx(9 / 10),
         "num_steps": 5,
         "num_preemptions": 0,
@@ -141,20 +158,30 @@ def test_a_static_batch_worked_out_by_hand(deliver: str) -> None:
 
 
 def test_steps_weigh_as_long_as_they_last() -> None:
-    """6 tokens in 3 of 10 blocks for 30 ms, 15 in 5 for 10 ms, none for 20 ms; one row of two, two, one."""
+    """6 tokens in 3 of 10 blocks for 30 ms, 15 in 5 for 10 ms, none for 20 ms; one row of two, two, one.
+
+    Two slots of step 0 and one of steps 0 and 1 are never written, 2 blocks are cached in step 2 and 3 are saved
+    in step 1.
+    """
     steps = columns(
         "steps",
         [
-            step_row(0, 0, 30, held=6, free=7),
-            step_row(1, 30, 40, rows=2, held=15, free=5),
-            step_row(2, 40, 60, free=10),
+            step_row(0, 0, 30, held=6, owned=12, free=7, moved=(1, 2, 3)),
+            step_row(1, 30, 40, rows=2, held=15, owned=20, free=5, saved=3),
+            step_row(2, 40, 60, free=10, cached=2, moved=(5, 0, 1)),
         ],
     )
-    tables = {**no_tables(), "steps": steps}
-    figures = summarize(tables, PoolFacts(num_blocks=10, block_size=4, max_num_seqs=2))
+    unwritten = columns("unwritten", [("a", 0, 0, 0, 2), ("b", 0, 0, 1, 1)])
+    tables = {**no_tables(), "steps": steps, "unwritten": unwritten}
+    figures = summarize(tables, PoolFacts(num_blocks=10, block_size=4, block_bytes=100, max_num_seqs=2))
     assert figures["kv_held_of_pool"] == mean_and_peak((6 / 40 * 3 + 15 / 40) / 6, 15 / 40)
-    assert figures["kv_reserved_of_pool"] == mean_and_peak((0.3 * 3 + 0.5) / 6, 0.5)
-    assert figures["kv_held_of_reserved"] == mean_and_peak((6 / 12 * 3 + 15 / 20) / 4, 15 / 20)
+    assert figures["kv_internal_of_pool"] == mean_and_peak((3 / 40 * 3 + 1 / 40) / 6, 3 / 40)
+    assert figures["kv_reserved_of_pool"] == mean_and_peak((3 / 40 * 3 + 4 / 40) / 6, 4 / 40)
+    assert figures["kv_external_of_pool"] == mean_and_peak((0.7 * 3 + 0.5 + 1 * 2) / 6, 1)
+    assert figures["kv_cached_of_pool"] == mean_and_peak(0.2 * 2 / 6, 0.2)
+    assert figures["kv_held_of_owned"] == mean_and_peak((6 / 12 * 3 + 15 / 20) / 4, 15 / 20)
+    assert figures["kv_saved_bytes"] == mean_and_peak(300 / 6, 300)
+    assert (figures["swapped_bytes"], figures["copied_blocks"]) == (6 * 100, 6)
     assert figures["slot_occupancy"] == pytest.approx((0.5 * 3 + 1 + 0.5 * 2) / 6)
 
 
@@ -169,14 +196,24 @@ def test_a_run_lasts_from_the_first_arrival() -> None:
 
 
 def step_row(
-    step: int, start_ms: int, end_ms: int, rows: int = 1, held: int = 0, free: int = 0
+    step: int,
+    start_ms: int,
+    end_ms: int,
+    rows: int = 1,
+    held: int = 0,
+    owned: int = 0,
+    free: int = 0,
+    cached: int = 0,
+    saved: int = 0,
+    moved: tuple[int, int, int] = (0, 0, 0),
 ) -> tuple[int, ...]:
-    """A row of the table `steps`: `held` tokens and `free` blocks after it."""
-    return (step, start_ms * MS, end_ms * MS, rows, rows, 0, rows, 0, 0, 0, 0, 0, rows, 0, 0, free, held)
+    """A row of the table `steps`: slots `held` and `owned`, and blocks `free`, after it; `moved` blocks in it."""
+    pool = PoolState(rows, 0, 0, free, cached, saved, held, owned, 0)
+    return (step, start_ms * MS, end_ms * MS, rows, rows, 0, rows, 0, 0, 0, 0, 0, *pool, *moved)
 
 
 def no_tables() -> dict[str, pa.Table]:
-    return {name: columns(name, []) for name in ("steps", "requests", "tokens", "decisions")}
+    return {name: columns(name, []) for name in SCHEMAS}
 
 
 def test_preemption_by_recompute_changes_no_figure_but_its_own() -> None:
@@ -233,17 +270,21 @@ def test_shares_are_shares_and_disk_says_what_memory_says(
     assert summarize(read_tables(tmp_path), facts(test_engine)) == figures
     mixed = {**tables, "tokens": tables["tokens"].sort_by("first_step")}
     assert summarize(mixed, facts(test_engine)) == figures, "rows of sequences may be mixed"
-    for name in ("kv_held_of_pool", "kv_held_of_reserved", "kv_reserved_of_pool"):
+    for name in ("kv_held_of_pool", "kv_held_of_owned", "kv_external_of_pool", "kv_internal_of_pool"):
         share = figures[name]
         assert 0 < share["mean"] <= share["peak"] <= 1, name
+    for name in ("kv_reserved_of_pool", "kv_cached_of_pool"):
+        share = figures[name]
+        assert 0 <= share["mean"] <= share["peak"] <= 1, name
+    parts = [figures[f"kv_{name}_of_pool"]["mean"] for name in ("held", "reserved", "internal", "external")]
+    assert sum(parts) == pytest.approx(1)
     assert 0 < figures["slot_occupancy"] <= 1
     assert 0 <= figures["idle_row_share"] < 1
-    assert figures["kv_held_of_pool"]["mean"] < figures["kv_reserved_of_pool"]["mean"]
     assert figures["num_preemptions"] == test_engine.log.num_preemptions
     assert figures["num_steps"] == len(test_engine.log.steps)
     pool = [step.pool for step in test_engine.log.steps]
-    most = max(facts(test_engine).num_blocks - state.num_free_blocks for state in pool)
-    assert figures["kv_reserved_of_pool"]["peak"] == pytest.approx(most / facts(test_engine).num_blocks)
+    external = [state.num_free_blocks / facts(test_engine).num_blocks for state in pool]
+    assert figures["kv_external_of_pool"] == mean_and_peak(sum(external) / len(external), max(external))
     assert figures["ttft_ms"]["p50"] > figures["queue_ms"]["p50"] >= 0
 
 
@@ -259,7 +300,7 @@ def test_choices_of_a_request_are_sequences_of_their_own() -> None:
 
 
 def test_a_run_without_a_step_has_no_figures() -> None:
-    figures = summarize(no_tables(), PoolFacts(num_blocks=1, block_size=1, max_num_seqs=1))
+    figures = summarize(no_tables(), PoolFacts(num_blocks=1, block_size=1, block_bytes=1, max_num_seqs=1))
     counts = {name for name, value in figures.items() if value == 0}
     assert {name for name, value in figures.items() if value is None} == set(figures) - counts
     assert counts >= {"num_requests", "output_tokens", "duration_s", "num_steps", "num_preemptions"}
@@ -270,7 +311,7 @@ def test_tokens_of_steps_that_a_killed_run_lost_are_left_out() -> None:
     _, tables, _ = run(Work(("a", 4, 8, 0), ("b", 4, 3, 0)))
     for kept in range(9):
         short = {**tables, "steps": tables["steps"].slice(0, kept)}
-        figures = summarize(short, PoolFacts(num_blocks=64, block_size=4, max_num_seqs=64))
+        figures = summarize(short, PoolFacts(num_blocks=64, block_size=4, block_bytes=1, max_num_seqs=64))
         assert figures["itl_ms"] == (percentiles(10, 10, 10) if kept >= 2 else None)
 
 
@@ -306,7 +347,7 @@ def test_the_most_frequent_reason_wins(reason: Reason) -> None:
     steps = columns("steps", [step_row(i, i, i + 1) for i in range(100)])
 
     def refused(first: int, last: int, why: Reason, action: str = "refuse") -> tuple:
-        return (first, last, 0, "r", 0, action, why.value, "", 0, 0, 0)
+        return (first, last, 0, "r", 0, action, why.value, "", 0, 0, 0, 0)
 
     rows = [
         refused(0, 19, other),
