@@ -16,6 +16,7 @@ from kvengine.analysis.summary import PoolFacts, summarize
 from kvengine.core.reasons import Reason
 from kvengine.core.request import Request, SamplingParams
 from kvengine.engine.driver import Driver
+from kvengine.policies import Workload
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.telemetry.run_directory import RunDirectory, read_tables
 from kvengine.telemetry.tables import columns
@@ -37,7 +38,7 @@ class Tee:
         return lambda *told: [call(*told) for call in calls]
 
 
-class Work:
+class Work(Workload):
     """A workload of (id, prompt tokens, new tokens, arrival in ms); `n` choices each."""
 
     concurrency: int | None = None
