@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvengine.core.plan import MemoryOperations
 from kvengine.kv.prefix_index import Node, PrefixIndex
 from kvengine.policies import HostPool
 
@@ -76,9 +77,9 @@ class Offload:
             self._host_pool.give_back(self._leaving)
             self._leaving = []
 
-    def take_operations(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    def take_operations(self) -> MemoryOperations:
         """The swap-outs and swap-ins asked for since the last call."""
-        taken = tuple(self.swap_outs), tuple(self.swap_ins)
+        taken = MemoryOperations(tuple(self.swap_outs), tuple(self.swap_ins))
         self.swap_outs, self.swap_ins = [], []
         return taken
 
