@@ -148,7 +148,7 @@ class MemoryModel:
 
     def preempt(self, seq: Sequence) -> None:
         """By swap if it fits, else it is gone."""
-        if self.memory.swap_out(seq):
+        if self.memory.swap_out(seq) is None:
             self._leave(seq)
             seq.state = SequenceState.SWAPPED
             self.swapped.append(seq)

@@ -22,10 +22,6 @@ SCHEDULERS = REGISTRY.names("scheduler")
 ALLOCATORS = REGISTRY.names("allocator")
 STEP_NS = 10_000_000
 NO_CACHE = PrefixCacheConfig(mode="off")
-SERIAL_FORKS = pytest.mark.xfail(
-    strict=True,
-    reason="SerialScheduler walks a copy of view.running, so it schedules a fork that was preempted meanwhile",
-)
 
 
 def engine_with(scheduler: str = "chunked", allocator: str = "paged", **config: Any) -> TestEngine:
@@ -131,7 +127,7 @@ def test_c1_refusal_while_others_run_and_wait_changes_nothing_for_them(scheduler
 
 @pytest.mark.parametrize(
     "scheduler",
-    [pytest.param(name, marks=SERIAL_FORKS if name == "serial" else ()) for name in SCHEDULERS],
+    SCHEDULERS,
 )
 def test_c1_choices_that_each_fill_the_pool_run_one_after_the_other(scheduler):
     engine = engine_with(scheduler, block_size=16, num_blocks=8, max_model_len=256)

@@ -160,18 +160,9 @@ def check_nothing_is_left(engine: TestEngine) -> None:
     assert not engine.engine.has_unfinished
 
 
-SERIAL_FORKS = pytest.mark.xfail(
-    strict=True,
-    reason="SerialScheduler walks a copy of view.running, so it schedules a fork that was preempted meanwhile",
-)
-
-
 @pytest.mark.parametrize(
     ("allocator", "scheduler"),
-    [
-        pytest.param(*pair, marks=SERIAL_FORKS if pair == ("paged", "serial") else ())
-        for pair in product(REGISTRY.names("allocator"), SCHEDULERS)
-    ],
+    list(product(REGISTRY.names("allocator"), SCHEDULERS)),
 )
 def test_every_combination_of_policies_serves_every_workload(scheduler, allocator):
     chunks = CHUNKS[scheduler]

@@ -128,6 +128,7 @@ def test_a_run_worked_out_by_hand() -> None:
         "kv_cached_of_pool": mean_and_peak(24 / 160, 16 / 32),
         "kv_held_of_owned": mean_and_peak((12 / 12 + 14 / 20 + 10 / 12 + 14 / 16) / 4, 1),
         "kv_saved_bytes": mean_and_peak(0, 0),
+        "kv_shared_share": 0,
         "cached_tokens": 0,
         "cached_token_share": 0,
         "copied_blocks": 0,

@@ -10,7 +10,9 @@ from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
 from kvengine.core.sequence import Sequence, SequenceState
+from kvengine.engine.blame import raiser
 from kvengine.engine.memory import Memory
+from kvengine.engine.seats import Seats
 from kvengine.kv.host_pool import SwapPool
 from kvengine.policies import Admission, Allocator, Mechanism, Preemption, Queue, Scheduler, Victim
 
@@ -39,18 +41,16 @@ class SchedulingContext:
     ) -> None:
         self.limits = limits
         self.allocator = allocator
+        self.seats = Seats(limits.max_num_seqs)
         self.memory = Memory(allocator, host_pool or SwapPool(0))
         self.scheduler = scheduler
         self.waiting = queue
-        self.held: list[Sequence] = []
         self.now = 0
         self.token_budget_left = 0
         self._admission = admission
         self._victim = victim
         self._preemption = preemption
-        self._running: dict[Sequence, None] = {}
-        self._reserved: dict[Sequence, int] = {}
-        """Seats kept for the other choices of a request whose prompt is being computed."""
+        self._policies = (scheduler, queue, admission, victim, preemption, allocator)
         self._plan = StepPlan(step=0, now_ns=0)
         self._next_step = 0
         self._inbox: list[Callable[[], None]] = []
@@ -63,10 +63,7 @@ class SchedulingContext:
         self._inbox.append(lambda: self.waiting.push(seq))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """From the next plan on, let `child` go on from the computed tokens of `parent`, which begin its prompt.
-
-        Where `parent` does not run then, or no seat is free, it waits like any other.
-        """
+        """Let `child` go on from the computed tokens of `parent`, or wait if that does not run or seats are short."""
         self._inbox.append(lambda: self._fork_or_wait(parent, child))
 
     def abort(self, seq: Sequence) -> None:
@@ -87,7 +84,8 @@ class SchedulingContext:
         except PolicyError:
             raise
         except Exception as error:
-            raise self._broken(self._raiser(error), f"raised {type(error).__name__}: {error}") from error
+            policy = raiser(error, self._policies, default=self.scheduler)
+            raise self._broken(policy, f"raised {type(error).__name__}: {error}") from error
         self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
@@ -102,25 +100,24 @@ class SchedulingContext:
         """End a running sequence: free its blocks, or hold them if the scheduler keeps finished rows."""
         seq.finish_reason = reason
         seq.state = SequenceState.FINISHED
-        del self._running[seq]
+        self.seats.leave(seq)
         if self.scheduler.holds_finished:
-            self.held.append(seq)
+            self.seats.held.append(seq)
         else:
             self.memory.free(seq)
 
     def fork_choices(self, leader: Sequence, forks: tuple[Sequence, ...]) -> None:
         """The prompt of `leader` is computed: `forks` take the seats kept for them, its other siblings wait."""
-        self._reserved.pop(leader, None)
+        siblings = self.seats.give_to_siblings(leader)
         for child in forks:
             child.times.admitted_ns = leader.times.admitted_ns
             self._start_fork(leader, child)
-        for child in leader.siblings[len(forks) :]:
+        for child in siblings[len(forks) :]:
             self.enqueue(child)
-        leader.siblings = []
 
     def release_held(self) -> list[Sequence]:
         """Free all held rows: their batch has drained."""
-        released, self.held = self.held, []
+        released, self.seats.held = self.seats.held, []
         for seq in released:
             self.memory.free(seq)
         return released
@@ -128,21 +125,25 @@ class SchedulingContext:
     @property
     def has_work(self) -> bool:
         """Whether a message, a running sequence or a held row waits for the next plan."""
-        return bool(self._inbox or self._running or self.held)
+        return bool(self._inbox or self.seats.running or self.held)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.seats.running)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is accounted for by the live sequences."""
-        self.memory.check_integrity([*self._running, *self.held], self.waiting)
+        self.memory.check_integrity([*self.seats.running, *self.held], self.waiting)
 
     # ---- what a policy sees (the contract is policies.SchedulingView)
 
     @property
     def running(self) -> Iterator[Sequence]:
-        return (seq for seq in list(self._running) if seq.state is SequenceState.RUNNING)
+        return iter(self.seats)
+
+    @property
+    def held(self) -> list[Sequence]:
+        return self.seats.held
 
     @property
     def num_free_blocks(self) -> int:
@@ -151,7 +152,7 @@ class SchedulingContext:
     @property
     def num_promised_blocks(self) -> int:
         needed = self.allocator.blocks_needed
-        return sum(needed(seq, seq.num_tokens) for seq in self._running if seq.is_prefilling)
+        return sum(needed(seq, seq.num_tokens) for seq in self.seats.running if seq.is_prefilling)
 
     def uncomputed(self, seq: Sequence) -> int:
         return len(seq.token_ids) - self.memory.num_computed(seq) - seq.num_scheduled_tokens
@@ -163,11 +164,9 @@ class SchedulingContext:
         if seq.state is not SequenceState.RUNNING:
             raise self._broken(self.scheduler, f"scheduled {seq}, which does not run")
         uncomputed = len(seq.token_ids) - seq.num_computed_tokens - seq.num_scheduled_tokens
-        if not self.scheduler.chunks and max_tokens > 0:
-            max_tokens = uncomputed
         count = min(max_tokens, uncomputed, self.token_budget_left)
-        if not self.scheduler.chunks and count < uncomputed:
-            count = 0
+        if not self.scheduler.chunks:  # all or nothing, however little was asked for
+            count = uncomputed if max_tokens > 0 and uncomputed <= self.token_budget_left else 0
         if count <= 0:
             return 0
         end = seq.num_computed_tokens + seq.num_scheduled_tokens + count
@@ -191,7 +190,7 @@ class SchedulingContext:
             return 0
         action = Action.ADMIT if seq.state is SequenceState.WAITING else Action.RESUME
         self.waiting.remove(seq)
-        self._seat(seq)
+        self.seats.take(seq, self.now)
         self._add_row(seq, count)
         taken = free - self.num_free_blocks
         self._record(Decision(action, seq, "", "", taken, count, free, start))
@@ -227,7 +226,7 @@ class SchedulingContext:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
         if self._plan.preempted:
             return Refusal(Reason.AFTER_PREEMPTION)
-        if self._seats_wanted(seq) > self._num_free_seats:
+        if self.seats.wanted(seq) > self.seats.num_free:
             return Refusal(Reason.MAX_NUM_SEQS)
         if count < (1 if self.scheduler.chunks else uncomputed):
             return Refusal(Reason.NO_TOKEN_BUDGET, f"{uncomputed} needed, {count} allowed")
@@ -237,7 +236,7 @@ class SchedulingContext:
         """Schedule `count` more tokens of `seq`, in the row it has in this plan if it has one."""
         start = seq.num_computed_tokens + seq.num_scheduled_tokens
         samples = start + count == len(seq.token_ids)
-        forks = tuple(seq.siblings[: self._reserved.get(seq, 0)]) if samples and seq.siblings else ()
+        forks = self.seats.kept_for(seq) if samples else ()
         if seq.num_scheduled_tokens:
             row = next(row for row in self._plan.rows if row.seq is seq)
             row.num_tokens += count
@@ -257,7 +256,7 @@ class SchedulingContext:
             if victim is None:
                 if self._plan.preempted:
                     return False  # what this plan still has to copy may keep blocks until its step is over
-                if not self.held:
+                if not any(seq.block_table.blocks for seq in self.held):
                     raise PolicyError(
                         f"step {self._plan.step}: {seq} runs alone and its allocator refuses "
                         f"{end} slots: {refusal.reason} {refusal.detail}"
@@ -270,8 +269,7 @@ class SchedulingContext:
 
     def _choose_victim(self, needy: Sequence) -> Sequence | None:
         """The victim policy's choice among all running but the oldest, None when there is nobody else."""
-        protected = min(self._running, key=lambda seq: seq.order)
-        candidates = [seq for seq in self._running if seq is not protected]
+        candidates = self.seats.all_but_the_oldest()
         if not candidates:
             return None
         victim = self._victim.choose(candidates, needy)
@@ -289,19 +287,17 @@ class SchedulingContext:
             victim.num_scheduled_tokens = 0
         action = Action.PREEMPT
         if self._preemption.mechanism(victim) is Mechanism.SWAP and lost:
-            if self.memory.swap_out(victim):
+            refusal = self.memory.swap_out(victim)
+            if refusal is None:
                 action = Action.SWAP_OUT
             else:
-                room = (
-                    f"{self.memory.host_pool.num_free} of {self.memory.host_pool.num_blocks} host blocks free"
-                )
-                self._record(Decision(Action.REFUSE, victim, Reason.NO_SWAP_SPACE, room))
+                self._record(Decision(Action.REFUSE, victim, refusal.reason, refusal.detail))
         if action is Action.PREEMPT:
             self.memory.free(victim)
             victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.state = SequenceState.PREEMPTED if action is Action.PREEMPT else SequenceState.SWAPPED
-        self._unseat(victim)
+        self.seats.leave(victim)
         self.waiting.push(victim)
         plan.preempted.append(victim)
         freed = self.num_free_blocks - free
@@ -310,43 +306,20 @@ class SchedulingContext:
     def _free_one_held(self) -> None:
         """A finished row of a static batch gives its blocks to the last one running; its seat stays taken."""
         richest = max(self.held, key=lambda seq: len(seq.block_table.blocks))
-        if not richest.block_table.blocks:
-            raise PolicyError(f"step {self._plan.step}: held rows have no blocks left to give")
         self.memory.free(richest)
         richest.num_computed_tokens = 0
-
-    @property
-    def _num_free_seats(self) -> int:
-        return self.limits.max_num_seqs - len(self._running) - len(self.held) - sum(self._reserved.values())
-
-    def _seats_wanted(self, seq: Sequence) -> int:
-        """One for itself, and one for each choice that will be forked from it, as far as there are seats."""
-        return min(1 + len(seq.siblings), self.limits.max_num_seqs)
-
-    def _seat(self, seq: Sequence) -> None:
-        """Let `seq` run, and keep seats for its siblings."""
-        seq.state = SequenceState.RUNNING
-        self._running[seq] = None
-        if seq.siblings:
-            self._reserved[seq] = self._seats_wanted(seq) - 1
-        if seq.times.admitted_ns is None:
-            seq.times.admitted_ns = self.now
-
-    def _unseat(self, seq: Sequence) -> None:
-        del self._running[seq]
-        self._reserved.pop(seq, None)
 
     def _fork_or_wait(self, parent: Sequence, child: Sequence) -> None:
         if child.state is SequenceState.FINISHED:
             return  # aborted before it began
-        if parent.state is SequenceState.RUNNING and self._seats_wanted(child) <= self._num_free_seats:
+        if parent.state is SequenceState.RUNNING and self.seats.wanted(child) <= self.seats.num_free:
             self._start_fork(parent, child)
         else:
             self.waiting.push(child)
 
     def _start_fork(self, parent: Sequence, child: Sequence) -> None:
         self.memory.fork(parent, child)
-        self._seat(child)
+        self.seats.take(child, self.now)
         num_blocks, computed = len(child.block_table.blocks), child.num_computed_tokens
         free = self.num_free_blocks
         self._record(Decision(Action.FORK, child, "", parent.id, num_blocks, computed, free, computed))
@@ -360,7 +333,7 @@ class SchedulingContext:
         free = self.num_free_blocks
         freed = 0
         if seq.state is SequenceState.RUNNING:
-            self._unseat(seq)
+            self.seats.leave(seq)
             freed = self.memory.free(seq)
         elif seq in self.waiting:
             self.waiting.remove(seq)
@@ -369,20 +342,6 @@ class SchedulingContext:
         seq.finish_reason = FinishReason.ABORT
         self._aborted.append(seq)
         self._record(Decision(Action.ABORT, seq, num_blocks=freed, num_free_before=free))
-
-    def _raiser(self, error: Exception) -> object:
-        """The policy in whose code `error` was raised: the innermost of ours on its traceback."""
-        policies = (
-            self.scheduler, self.waiting, self._admission, self._victim, self._preemption, self.allocator
-        )  # fmt: skip
-        found: object = self.scheduler
-        trace = error.__traceback__
-        while trace is not None:
-            inside = trace.tb_frame.f_locals.get("self")
-            if any(inside is policy for policy in policies):
-                found = inside
-            trace = trace.tb_next
-        return found
 
     def _record(self, decision: Decision) -> None:
         self._plan.decisions.append(decision)

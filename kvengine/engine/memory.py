@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvengine.core.plan import MemoryOperations, StepPlan
-from kvengine.core.reasons import Refusal
+from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.kv.host_pool import SwapPool
 from kvengine.policies import Allocator
@@ -114,24 +114,25 @@ class Memory:
         self.num_tokens += num_tokens
         self.allocator.publish(seq)
 
-    def swap_out(self, seq: Sequence) -> bool:
-        """Move the KV of `seq` to the host, all of it or (False) nothing, and free its device blocks."""
+    def swap_out(self, seq: Sequence) -> Refusal | None:
+        """Move the KV of `seq` to the host and free its device blocks; where it does not fit, do nothing."""
         table = seq.block_table
         self.allocator.cancel_operations(seq)
         if seq in self._resumed:  # its KV is still on the host
             resumed = self._resumed.pop(seq)
             self.free(seq)
             table.host_blocks, seq.num_computed_tokens = resumed.host_blocks, resumed.num_computed
-            return True
+            return None
         end = -(-seq.num_computed_tokens // self.allocator.block_size)
         blocks = table.blocks[table.num_dropped : end]
         host_blocks = self.host_pool.take(len(blocks))
         if host_blocks is None:
-            return False
+            room = f"{len(blocks)} needed, {self.host_pool.num_free} of {self.host_pool.num_blocks} free"
+            return Refusal(Reason.NO_SWAP_SPACE, room)
         self._swap_outs += zip(blocks, host_blocks, strict=True)
         self.free(seq)
         table.host_blocks = host_blocks
-        return True
+        return None
 
     def free(self, seq: Sequence) -> int:
         """Give back all device blocks of `seq`, noting the slots it had and never wrote; the blocks freed."""

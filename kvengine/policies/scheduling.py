@@ -68,7 +68,8 @@ class SchedulingView(Protocol):
     def schedule(self, seq: Sequence, max_tokens: int) -> int:
         """Compute up to `max_tokens` more tokens of a running sequence; what was scheduled, 0 if refused.
 
-        When blocks run out, victims are preempted until it fits or `seq` itself is the victim.
+        When blocks run out, victims are preempted until it fits or `seq` itself is the victim. Under a scheduler
+        that does not split prefills it is all of its tokens or none.
         """
         ...
 

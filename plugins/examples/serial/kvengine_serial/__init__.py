@@ -34,10 +34,9 @@ class SerialScheduler(Scheduler):
         self._at_once = config.at_once
 
     def schedule(self, view: SchedulingView) -> None:
-        running = list(view.running)
-        if len(running) < self._at_once and len(view.waiting):
+        if len(list(view.running)) < self._at_once and len(view.waiting):
             view.admit(view.waiting.peek())
-        for seq in running:
+        for seq in view.running:
             view.schedule(seq, max_tokens=1)
         view.stop(Reason.MAX_NUM_SEQS)
 
