@@ -193,7 +193,8 @@ registry = discover()
 assert not registry.broken, registry.broken
 names = dict(
     allocator="paged", scheduler="static", queue="fcfs", admission="whole_prompt", victim="latest_arrival",
-    preemption="recompute", eviction="lru", attention="torch", executor="null", workload="synthetic", model="checksum",
+    preemption="recompute", eviction="lru", attention="torch", executor="null", workload="synthetic",
+    model="checksum",
 )
 plan = blueprint({kind: {"name": name} for kind, name in names.items()}, registry)
 report = Driver(plan.engine(), plan.workload).run()

@@ -17,6 +17,7 @@ from kvengine.core.reasons import Reason
 from kvengine.core.request import Request, SamplingParams
 from kvengine.engine.driver import Driver
 from kvengine.engine.recording import PoolState
+from kvengine.policies import Workload
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.telemetry.run_directory import RunDirectory, read_tables
 from kvengine.telemetry.tables import SCHEMAS, columns
@@ -39,7 +40,7 @@ class Tee:
         return lambda *told: [call(*told) for call in calls]
 
 
-class Work:
+class Work(Workload):
     """A workload of (id, prompt tokens, new tokens, arrival in ms); `n` choices each, no two prompts begin alike."""
 
     concurrency: int | None = None
