@@ -5,11 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
-from kvengine.core.reasons import Reason
-from kvengine.registry import discover
-from kvengine.testing.engines import TestEngine
-from kvengine.testing.sources import ChecksumSource, checksum_output
 from memory_support import (
     assert_idle,
     cached_tokens,
@@ -21,6 +16,11 @@ from memory_support import (
     sequence,
     state,
 )
+
+from kvengine.core.reasons import Reason
+from kvengine.registry import discover
+from kvengine.testing.engines import TestEngine
+from kvengine.testing.sources import ChecksumSource, checksum_output
 
 SCHEDULERS = ("chunked", "continuous", "static")
 EVICTIONS = discover().names("eviction")
