@@ -19,6 +19,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from kvengine.core.errors import ConfigError
+from kvengine.overrides import expand, key_of
 
 CONFIG_NAME = "config"
 CONF_ENTRY_POINT_GROUP = "kvengine.conf"
@@ -76,6 +77,15 @@ def plain(config: DictConfig) -> dict[str, Any]:
     content = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def sweep_axes(overrides: list[str]) -> list[str]:
+    """What the composed configuration sweeps over by itself (hydra.sweeper.params, as experiments set it), less
+    what `overrides` set. Needs an open composer."""
+    first = variants(overrides)[0]
+    params = compose(CONFIG_NAME, first, return_hydra_config=True).hydra.sweeper.params or {}
+    set_already = {key_of(word) for word in overrides}
+    return expand(f"{key}={value}" for key, value in params.items() if key not in set_already)
 
 
 def variants(overrides: list[str]) -> list[list[str]]:

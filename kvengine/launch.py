@@ -27,6 +27,7 @@ from kvengine.compose import (
     conf_dir,
     plain,
     register_third_party_conf,
+    sweep_axes,
     variants,
 )
 from kvengine.core.errors import (
@@ -64,7 +65,8 @@ def launch(argv: list[str]) -> int:
     sweeps = any(flag in flags for flag in MULTIRUN_FLAGS)
     # Other flags and other sweepers change what is composed; then each run is checked when Hydra has composed it.
     unlike = set(flags) - set(MULTIRUN_FLAGS) or any(key_of(word).startswith("hydra/") for word in overrides)
-    checked = [] if unlike else _check(overrides, sweeps)
+    checked, axes = ([], []) if unlike else _check(overrides, sweeps)
+    argv, overrides = [*argv, *axes], [*overrides, *axes]
     return _sweep(argv, overrides, len(checked)) if sweeps else _single(argv, overrides, checked)
 
 
@@ -80,13 +82,19 @@ def _check_flags(flags: list[str]) -> None:
             raise ConfigError("flag", flag, f"no such flag; {choices_hint(flag, known)}")
 
 
-def _check(overrides: list[str], sweeps: bool) -> list[bool]:
-    """Whether each variant records; ConfigError or ModelError over the first that cannot work."""
+def _check(overrides: list[str], sweeps: bool) -> tuple[list[bool], list[str]]:
+    """Whether each variant records, and the overrides over which an experiment sweeps by itself; ConfigError or
+    ModelError over the first variant that cannot work."""
     registry = discover()
     own = [word for word in overrides if not key_of(word).startswith("hydra")]
-    checked = []
+    checked, axes = [], []
     with composer() as compose:
         try:
+            axes = sweep_axes(own)
+            if axes and not sweeps:
+                print(f"note: {' '.join(axes)} is not swept without -m", file=sys.stderr)
+                axes = []
+            own += axes
             for variant in variants(own) if sweeps else [own]:
                 checked.append(blueprint(compose(variant), registry).telemetry.record)
         except HYDRA_ERRORS as error:
@@ -94,7 +102,7 @@ def _check(overrides: list[str], sweeps: bool) -> list[bool]:
             raise ConfigError(
                 wrong.key, wrong.value, wrong.problem + registry.broken_hint(wrong.value)
             ) from error
-    return checked
+    return checked, axes
 
 
 def _single(argv: list[str], overrides: list[str], checked: list[bool]) -> int:

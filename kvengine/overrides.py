@@ -18,6 +18,8 @@ LIMITS = {
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "kv_memory_bytes": "engine.kv_memory_bytes",
     "num_blocks": "engine.num_blocks",
+    "swap_space_bytes": "engine.swap_space_bytes",
+    "num_host_blocks": "engine.num_host_blocks",
     "enable_chunked_prefill": "engine.enable_chunked_prefill",
     "seed": "engine.seed",
     "block_size": "kv.block_size",

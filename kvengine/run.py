@@ -133,6 +133,7 @@ class Run:
             "choice": seq.choice,
             "finish_reason": seq.finish_reason,
             "num_prompt_tokens": seq.num_prompt_tokens,
+            "num_cached_tokens": seq.num_cached_tokens,
             "token_ids": ids,
         }
         prompt = seq.request.prompt

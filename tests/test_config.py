@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from kvengine.config import NoOptions, from_mapping
 from kvengine.core.errors import ConfigError
 from kvengine.core.limits import EngineConfig
 from kvengine.core.shapes import ModelShape
+from kvengine.executors.device_memory import check_host_memory
 from kvengine.kv.sizing import KvConfig, kv_shape
 
 # ---- from_mapping
@@ -198,6 +200,13 @@ def test_size_of_the_pool_is_said_once():
         EngineConfig(num_blocks=8, kv_memory_bytes=2**20)
 
 
+def test_size_of_the_host_pool_is_said_once():
+    for num_blocks in (None, 8):
+        with pytest.raises(ConfigError, match=r"engine\.num_host_blocks=0: .*swap_space_bytes, not both"):
+            EngineConfig(num_host_blocks=0, swap_space_bytes=2**20, num_blocks=num_blocks)
+    EngineConfig(num_host_blocks=8, kv_memory_bytes=2**20)
+
+
 @pytest.mark.parametrize("share", [math.nan, -0.1, 0.0, 1.5])
 def test_memory_utilization_is_a_share(share):
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
@@ -279,6 +288,54 @@ def test_more_blocks_than_any_machine_has_are_refused():
         kv_shape(KvConfig(), EngineConfig(num_blocks=largest + 1), SMOLLM2)
     with pytest.raises(ConfigError, match=r"engine\.kv_memory_bytes=.*67,108,865 blocks"):
         blocks((largest + 1) * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({}, 0),
+        ({"num_host_blocks": 7}, 7),
+        ({"swap_space_bytes": 0}, 0),
+        ({"swap_space_bytes": 5 * BLOCK_BYTES - 1}, 4),
+        ({"swap_space_bytes": BLOCK_BYTES, "num_blocks": 9}, 1),
+    ],
+    ids=str,
+)
+def test_the_host_pool_has_the_blocks_that_are_given_to_it(engine, expected):
+    kv = kv_shape(KvConfig(), EngineConfig(**engine), SMOLLM2)
+    assert kv.num_host_blocks == expected
+    assert kv.num_blocks == engine.get("num_blocks", 1456)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("swap_space_bytes", BLOCK_BYTES - 1, "16 tokens in bf16 take 368640 bytes"),
+        ("swap_space_bytes", (2**26 + 1) * BLOCK_BYTES, "67,108,865 blocks"),
+        ("num_host_blocks", 2**26 + 1, "at most 67,108,864"),
+    ],
+)
+def test_a_host_pool_that_cannot_be_is_refused_by_its_key(key, value, says):
+    with pytest.raises(ConfigError, match=f"engine.{key}={value}: .*{says}"):
+        kv_shape(KvConfig(), EngineConfig(**{key: value}), SMOLLM2)
+
+
+def test_the_host_pool_counts_in_this_machines_memory():
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // BLOCK_BYTES
+    kv = kv_shape(KvConfig(), EngineConfig(num_blocks=present // 2, num_host_blocks=present // 2), SMOLLM2)
+    check_host_memory(kv, SMOLLM2)
+    larger = replace(kv, num_host_blocks=present)
+    with pytest.raises(ConfigError, match=f"engine.num_host_blocks={present}: .* besides "):
+        check_host_memory(larger, SMOLLM2)
+    check_host_memory(larger, SMOLLM2, pool_on_gpu=True)
+    with pytest.raises(ConfigError, match=f"engine.num_blocks={present + 1}: "):
+        check_host_memory(replace(kv, num_blocks=present + 1), SMOLLM2)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, None), (99, 99), (100, None), (101, None)])
+def test_a_window_counts_where_sequences_outgrow_it(window, expected):
+    shape = replace(SMOLLM2, sliding_window=window)
+    assert kv_shape(KvConfig(), EngineConfig(max_model_len=100), shape).sliding_window == expected
 
 
 def test_a_group_must_be_a_mapping():

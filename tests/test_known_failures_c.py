@@ -392,6 +392,8 @@ def blueprint_with(scheduler: str = "chunked", **groups: Any) -> Blueprint:
         ("engine", "max_num_batched_tokens", -1),
         ("engine", "num_blocks", 0),
         ("engine", "num_blocks", -3),
+        ("engine", "num_host_blocks", -1),
+        ("engine", "swap_space_bytes", -1),
         ("engine", "max_model_len", 0),
         ("engine", "kv_memory_bytes", 0),
         ("engine", "gpu_memory_utilization", 0.0),
@@ -412,6 +414,11 @@ def test_c6_nonsense_limits_fail_by_name(group, field, value):
 def test_c6_zero_is_not_unset(field):
     with pytest.raises(ConfigError, match=f"engine.{field}=0"):
         from_mapping(EngineConfig, {field: 0}, "engine")
+
+
+@pytest.mark.parametrize("field", ["num_host_blocks", "swap_space_bytes"])
+def test_c6_no_swap_space_is_a_size(field):
+    assert blueprint_with(engine={field: 0}).kv.num_host_blocks == 0
 
 
 @pytest.mark.parametrize("block_size", [0, -4])

@@ -114,7 +114,8 @@ def _memory(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
 
     held + reserved + internal + external = 1 in every step. Held: the KV of computed tokens. Reserved: to be
     written by the sequence that owns it. Internal: owned and never written. External: owned by nobody, or lost to
-    the rounding of regions; of these, cached keep a prefix.
+    the rounding of regions; of these, cached keep a prefix. The shared share is of the blocks that it would take
+    without sharing.
     """
     steps = tables["steps"]
     names = ("held", "reserved", "internal", "external", "cached")
@@ -123,12 +124,15 @@ def _memory(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
             **dict.fromkeys(f"kv_{name}_of_pool" for name in names),
             "kv_held_of_owned": None,
             "kv_saved_bytes": None,
+            "kv_shared_share": None,
         }
     size = pool.num_blocks * pool.block_size
     held, owned = _array(steps, "num_slots_held"), _array(steps, "num_slots_owned")
     internal = _unwritten(tables["unwritten"], steps)
     cached = _array(steps, "num_cached_blocks") * pool.block_size
     parts = (held, owned - held - internal, internal, size - owned, cached)
+    saved = _array(steps, "num_saved_blocks")
+    in_use = pool.num_blocks - _array(steps, "num_free_blocks")
     weights, busy = _weights(steps), owned > 0
     of_pool = {
         f"kv_{name}_of_pool": _mean_and_peak(part / size, weights)
@@ -137,7 +141,8 @@ def _memory(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
     return {
         **of_pool,
         "kv_held_of_owned": _mean_and_peak(held[busy] / owned[busy], weights[busy]) if busy.any() else None,
-        "kv_saved_bytes": _mean_and_peak(_array(steps, "num_saved_blocks") * pool.block_bytes, weights),
+        "kv_saved_bytes": _mean_and_peak(saved * pool.block_bytes, weights),
+        "kv_shared_share": float(np.average(saved / np.maximum(in_use + saved, 1), weights=weights)),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -13,10 +14,13 @@ WIDTH_OF_FILES = 140
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
 
 
+POOL_PARTS = ("held", "reserved", "internal", "external")
+"""What each slot of the KV pool is in a step; kvengine.analysis.summary explains them."""
+
 NARROW = 116
 """Below so many columns a sweep is printed as paragraphs."""
 
-FIGURES_WIDTH = 92
+FIGURES_WIDTH = 86
 """Columns that the figures of a sweep's row take."""
 
 
@@ -47,22 +51,22 @@ def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | N
     console.print(
         "\nAll variants" + (f" with {' '.join(said)}" if said else ""), markup=False, soft_wrap=True
     )
-    rows = []
+    labels, rows = _columns(runs), []
     for words, summary, status in runs:
         name = [word for word in words if word not in common] or ["(no overrides)"]
         ended = [] if status == "complete" else [status]
-        cells = [shown(summary) if summary else "-" for shown in _SWEEP_COLUMNS.values()]
+        cells = [_SWEEP_COLUMNS[label](summary) if summary else "-" for label in labels]
         rows.append(("\n".join(name + ended), cells))
     if console.width < NARROW:
         for name, cells in rows:
-            pairs = zip(_SWEEP_COLUMNS, cells, strict=True)
+            pairs = zip(labels, cells, strict=True)
             lines = [_one_line(name), *(f"  {_one_line(label)}: {cell}" for label, cell in pairs)]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return
     table = Table()
     longest = max((len(word) for name, _ in rows for word in name.split("\n")), default=0)
     table.add_column("variant", overflow="fold", min_width=min(longest, console.width - FIGURES_WIDTH))
-    for label in _SWEEP_COLUMNS:
+    for label in labels:
         table.add_column(label, justify="right")
     for name, cells in rows:
         table.add_row(name, *cells)
@@ -99,7 +103,10 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if s["kv_saved_bytes"] and s["kv_saved_bytes"]["peak"]:
         saved = s["kv_saved_bytes"]
-        lines.append(("saved by sharing", f"mean {_bytes(saved['mean'])}  peak {_bytes(saved['peak'])}"))
+        share = f"{s['kv_shared_share']:.1%} of the blocks that it would take without"
+        lines.append(
+            ("saved by sharing", f"mean {_bytes(saved['mean'])}  peak {_bytes(saved['peak'])}  ({share})")
+        )
     if s["copied_blocks"]:
         lines.append(("copy-on-write", f"{s['copied_blocks']:,} blocks"))
     if s["swapped_bytes"]:
@@ -114,10 +121,9 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _pool_parts(s: dict[str, Any]) -> str:
     """The mean parts of the pool, which add up to all of it."""
-    parts = ("held", "reserved", "internal", "external")
     if s["kv_held_of_pool"] is None:
         return "-"
-    text = " + ".join(f"{name} {s[f'kv_{name}_of_pool']['mean']:.1%}" for name in parts)
+    text = " + ".join(f"{name} {s[f'kv_{name}_of_pool']['mean']:.1%}" for name in POOL_PARTS)
     cached = s["kv_cached_of_pool"]["mean"]
     return text + (f" (of it cached {cached:.1%})" if cached else "")
 
@@ -144,16 +150,45 @@ def _mean_peak(value: dict[str, float] | None) -> str:
     return "-" if value is None else f"mean {value['mean']:.1%}  peak {value['peak']:.1%}"
 
 
-_SWEEP_COLUMNS = {
+_SWEEP_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tok/s": lambda s: _number(s["output_tokens_per_s"], "{:,.1f}"),
     "TTFT ms\np50/p99": lambda s: _pair(s["ttft_ms"]),
     "TPOT ms\np50/p99": lambda s: _pair(s["tpot_ms"]),
-    "KV held\n/ pool": lambda s: _number((s["kv_held_of_pool"] or {}).get("mean"), "{:.1%}"),
-    "KV held\n/ owned": lambda s: _number((s["kv_held_of_owned"] or {}).get("mean"), "{:.1%}"),
+    "% of the KV pool\nheld/res/int/ext": lambda s: _parts(s),
+    "cached\n/shared": lambda s: f"{_percent(s['cached_token_share'])}/{_percent(s['kv_shared_share'])}%",
     "finished\nrows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
     "steps": lambda s: f"{s['num_steps']:,}",
     "pre-\nempted": lambda s: f"{s['num_preemptions']:,}",
 }
+
+_ONLY_WHERE_SEEN = {
+    "cached\n/shared": ("cached_token_share", "kv_shared_share"),
+    "finished\nrows": ("idle_row_share",),
+    "pre-\nempted": ("num_preemptions",),
+}
+"""Columns that appear only if one of these figures is not 0 in some variant."""
+
+
+def _columns(runs: list[tuple[list[str], dict[str, Any] | None, str]]) -> list[str]:
+    """The columns that say something about these runs."""
+    summaries = [summary for _, summary, _ in runs if summary]
+    return [
+        label
+        for label in _SWEEP_COLUMNS
+        if label not in _ONLY_WHERE_SEEN
+        or any(s[name] for s in summaries for name in _ONLY_WHERE_SEEN[label])
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"
+
+
+def _parts(s: dict[str, Any]) -> str:
+    """The mean parts of the pool in percent: they add up to 100, but for rounding."""
+    if s["kv_held_of_pool"] is None:
+        return "-"
+    return "/".join(f"{100 * s[f'kv_{name}_of_pool']['mean']:.0f}" for name in POOL_PARTS)
 
 
 def _pair(percentiles: dict[str, float] | None) -> str:

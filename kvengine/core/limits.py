@@ -23,6 +23,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_memory_bytes: int | None = None
     num_blocks: int | None = None
+    swap_space_bytes: int | None = None
+    num_host_blocks: int | None = None
     enable_chunked_prefill: bool | None = None
     seed: int | None = 0
 
@@ -37,6 +39,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"engine.{name}", value, "must be at least 1")
+        for name in ("swap_space_bytes", "num_host_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"engine.{name}", value, "must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 "engine.gpu_memory_utilization", self.gpu_memory_utilization, "must be above 0 and at most 1"
@@ -44,6 +50,12 @@ class EngineConfig:
         if self.kv_memory_bytes is not None and self.num_blocks is not None:
             raise ConfigError(
                 "engine.num_blocks", self.num_blocks, "give num_blocks or kv_memory_bytes, not both"
+            )
+        if self.swap_space_bytes is not None and self.num_host_blocks is not None:
+            raise ConfigError(
+                "engine.num_host_blocks",
+                self.num_host_blocks,
+                "give num_host_blocks or swap_space_bytes, not both",
             )
 
     def resolve(self, *, chunks: bool, scheduler: str) -> EngineLimits:

@@ -76,7 +76,7 @@ class Request:
     tenant: str | None = None
     fork_of: str | None = None
     ordinal: int = 0
-    """Its place in the workload, from 0; the driver sets it."""
+    """Its place in the workload, from 0; the driver sets it, except for workloads that react."""
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -18,6 +18,8 @@ class ModelShape:
     dtype: str
     """Of weights and activations: fp32, bf16 or fp16; also of the KV pool under kv.dtype=auto."""
     eos_token_ids: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    """The window (tokens) where every layer has one and it is the same; None where any layer sees everything."""
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of K and V that one token holds over all layers."""

@@ -288,7 +288,7 @@ class SchedulingContext:
             self.token_budget_left += victim.num_scheduled_tokens
             victim.num_scheduled_tokens = 0
         action = Action.PREEMPT
-        if self._preemption.mechanism(victim) is Mechanism.SWAP:
+        if self._preemption.mechanism(victim) is Mechanism.SWAP and lost:
             if self.memory.swap_out(victim):
                 action = Action.SWAP_OUT
             else:

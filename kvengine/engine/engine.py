@@ -51,8 +51,8 @@ class Engine:
 
         The prompt of the branch is the tokens of that request's first choice and then its own
         `prompt_token_ids` (none is allowed: then only the draws differ); salt and tenant are those of `fork_of`.
-        KV that is computed is shared, not computed again. RequestError when nothing of that id is live, when the allocator
-        does not share blocks, and for whatever `add_request` refuses.
+        KV that is computed is shared, not computed again. RequestError when nothing of that id is live, when
+        the allocator does not share blocks, and for whatever `add_request` refuses.
         """
         try:
             parent = self._parent_of(request)

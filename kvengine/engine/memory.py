@@ -135,23 +135,23 @@ class Memory:
 
     def free(self, seq: Sequence) -> int:
         """Give back all device blocks of `seq`, noting the slots it had and never wrote; the blocks freed."""
-        table = seq.block_table
+        table, free = seq.block_table, self.allocator.num_free_blocks
         self.allocator.cancel_operations(seq)
         if seq in self._resumed:
-            self.host_pool.give_back(self._resumed.pop(seq).host_blocks)
+            self._give_back_host(self._resumed.pop(seq).host_blocks)
         if table.blocks:
             for since, slots in (*table.earlier, (table.since, table.num_slots)):
                 if slots > seq.num_computed_tokens and since < self._plan.step:
                     self._plan.unwritten.append((seq, since, slots - seq.num_computed_tokens))
             table.earlier = []
             self.num_tokens -= seq.num_computed_tokens
-        return self.allocator.free(seq)
+        self.allocator.free(seq)
+        return self.allocator.num_free_blocks - free
 
     def drop_host(self, seq: Sequence) -> None:
         """Give back the host blocks of a sequence that will not come back."""
         blocks, seq.block_table.host_blocks = seq.block_table.host_blocks, []
-        if blocks:
-            self.host_pool.give_back(blocks)
+        self._give_back_host(blocks)
 
     def check_integrity(self, live: list[Sequence], waiting: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every block, and every token, is accounted for."""
@@ -162,11 +162,19 @@ class Memory:
         swapped = []
         for seq in waiting:
             assert not seq.block_table.blocks, f"{seq} waits and owns blocks"
-            assert bool(seq.block_table.host_blocks) == (seq.state is SequenceState.SWAPPED), (
-                f"{seq} is misplaced"
+            assert not seq.block_table.host_blocks or seq.state is SequenceState.SWAPPED, (
+                f"{seq} has host blocks"
             )
             swapped.append(seq.block_table.host_blocks)
+        swapped += [resumed.host_blocks for resumed in self._resumed.values()]
         self.host_pool.check_integrity([*swapped, self.allocator.host_blocks])
+
+    def _give_back_host(self, blocks: list[int]) -> None:
+        """Nobody wants what is in these host blocks, nor what this plan would have put there."""
+        if self._swap_outs:
+            unwanted = set(blocks)
+            self._swap_outs = [pair for pair in self._swap_outs if pair[1] not in unwanted]
+        self.host_pool.give_back(blocks)
 
     def _swap_in_pairs(self) -> list[tuple[int, int]]:
         """Host to device, for what did not turn out to be cached on the device meanwhile."""
@@ -175,6 +183,6 @@ class Memory:
         for seq, (host_blocks, num_computed, num_cached) in self._resumed.items():
             end = -(-num_computed // size)
             first = end - len(host_blocks)
-            places = range(max(first, num_cached // size), end)
+            places = range(max(first, num_cached // size, seq.block_table.num_dropped), end)
             pairs += [(host_blocks[place - first], seq.block_table.blocks[place]) for place in places]
         return pairs

@@ -44,14 +44,23 @@ def gpu_kv_bytes(model: Model, utilization: float) -> int:
     return left
 
 
-def check_host_memory(kv: KvShape, shape: ModelShape) -> None:
-    """ConfigError when the pool is larger than this machine's memory."""
-    wanted = kv.num_blocks * kv.block_size * shape.kv_bytes_per_token(BYTES_PER_VALUE[kv.dtype])
+def check_host_memory(kv: KvShape, shape: ModelShape, *, pool_on_gpu: bool = False) -> None:
+    """ConfigError when the pool (unless it lies on a GPU) and the host pool exceed this machine's memory."""
+    block_bytes = kv.block_size * shape.kv_bytes_per_token(BYTES_PER_VALUE[kv.dtype])
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > present:
+    pool = 0 if pool_on_gpu else kv.num_blocks * block_bytes
+    if pool > present:
         raise ConfigError(
             "engine.num_blocks",
             kv.num_blocks,
-            f"the KV pool would take {wanted / 2**30:,.1f} GiB, this machine has {present / 2**30:,.1f}; "
+            f"the KV pool would take {pool / 2**30:,.1f} GiB, this machine has {present / 2**30:,.1f}; "
             f"lower num_blocks or kv_memory_bytes",
+        )
+    host = kv.num_host_blocks * block_bytes
+    if pool + host > present:
+        raise ConfigError(
+            "engine.num_host_blocks",
+            kv.num_host_blocks,
+            f"the host pool would take {host / 2**30:,.1f} GiB besides {pool / 2**30:,.1f} of the KV pool, this "
+            f"machine has {present / 2**30:,.1f}; lower num_host_blocks or swap_space_bytes",
         )

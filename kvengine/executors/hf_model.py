@@ -6,6 +6,7 @@ layer's q, k, v to `paged_attention_forward`, which writes k, v by slot and atte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,20 @@ import torch
 from transformers import AttentionInterface
 
 from kvengine.core.errors import ModelError
+from kvengine.core.plan import StepPlan
 from kvengine.core.shapes import KvShape, ModelShape
 from kvengine.executors.input_batch import InputBatch
-from kvengine_kernels.cache import KV_DTYPES, allocate_cache, write_kv
+from kvengine.models.hf import declared_windows
+from kvengine_kernels.cache import (
+    KV_DTYPES,
+    allocate_host_pool,
+    allocate_pool,
+    copy_blocks,
+    layer_caches,
+    swap_in,
+    swap_out,
+    write_kv,
+)
 
 ATTENTION_NAME = "kvengine"
 
@@ -117,7 +129,7 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
 
 
 class HfLogitsModel:
-    """A transformers module and the K and V caches of its layers (one scratch block after the pool)."""
+    """A transformers module, the pool with the K and V of its layers (and one scratch block), and the host pool."""
 
     def __init__(
         self,
@@ -132,19 +144,18 @@ class HfLogitsModel:
         self.device = device
         self._module = module
         self._backend = backend
-        self._windows = _declared_windows(module.config, max_model_len)
-        dtype = KV_DTYPES[kv.dtype]
-        sizes = (kv.num_blocks + 1, kv.block_size, shape.num_kv_heads, shape.head_dim)
-        try:
-            self._caches = [
-                (allocate_cache(*sizes, dtype, device), allocate_cache(*sizes, dtype, device))
-                for _ in range(shape.num_layers)
-            ]
-        except RuntimeError as error:
-            raise ModelError(
-                f"no memory for a KV pool of {kv.num_blocks} blocks; lower engine.kv_memory_bytes or "
-                f"engine.num_blocks ({str(error).splitlines()[0]})"
-            ) from error
+        windows = declared_windows(module.config)
+        self._windows = {layer: window for layer, window in windows.items() if window < max_model_len}
+        self._pool, self._host_pool = _allocate(kv, shape, device)
+        self._caches = layer_caches(self._pool)
+
+    def move(self, plan: StepPlan) -> None:
+        if plan.swap_outs:
+            swap_out(self._pool, self._host_pool, *_columns(plan.swap_outs))
+        if plan.swap_ins:
+            swap_in(self._host_pool, self._pool, *_columns(plan.swap_ins))
+        if plan.copies:
+            copy_blocks(self._pool, *_columns(plan.copies))
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         meta = batch.attention
@@ -156,7 +167,9 @@ class HfLogitsModel:
             logits_to_keep=batch.sample_at,
             kvengine_step=step,
         )
-        ignored = [layer for layer in self._windows if step.windows.get(layer) is None]
+        ignored = [
+            layer for layer, window in self._windows.items() if (step.windows.get(layer) or math.inf) > window
+        ]
         if ignored:
             raise ModelError(
                 f"layers {ignored} of {type(self._module).__name__} do not tell attention of "
@@ -166,11 +179,31 @@ class HfLogitsModel:
         return output.logits[0].float()
 
 
-def _declared_windows(config: Any, max_model_len: int) -> dict[int, int]:
-    """The window of each layer that has one, by its configuration, and that sequences can outgrow."""
-    config = config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if not window or window >= max_model_len or getattr(config, "use_sliding_window", True) is False:
-        return {}
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+def _columns(pairs: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [source for source, _ in pairs], [destination for _, destination in pairs]
+
+
+def _allocate(kv: KvShape, shape: ModelShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pool, with a scratch block after its last, and the host pool; ModelError when memory does not suffice."""
+    try:
+        pool = allocate_pool(
+            shape.num_layers,
+            kv.num_blocks + 1,
+            kv.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            KV_DTYPES[kv.dtype],
+            device,
+        )
+    except RuntimeError as error:
+        raise ModelError(
+            f"no memory for a KV pool of {kv.num_blocks} blocks; lower engine.kv_memory_bytes or "
+            f"engine.num_blocks ({str(error).splitlines()[0]})"
+        ) from error
+    try:
+        return pool, allocate_host_pool(pool, kv.num_host_blocks)
+    except RuntimeError as error:
+        raise ModelError(
+            f"no host memory for {kv.num_host_blocks} blocks; lower engine.swap_space_bytes or "
+            f"engine.num_host_blocks ({str(error).splitlines()[0]})"
+        ) from error

@@ -21,13 +21,17 @@ class LogitsModel(Protocol):
 
     device: torch.device
 
+    def move(self, plan: StepPlan) -> None:
+        """Carry out the plan's swap-outs, swap-ins and copies, in this order."""
+        ...
+
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Write the K and V of all tokens, then the logits [rows that sample, vocabulary] float32."""
         ...
 
 
 class TorchExecutor:
-    """One forward pass and one sampling per step; time is real.
+    """Memory operations, one forward pass and one sampling per step; time is real.
 
     `scratch_block` is the block after the pool's last: idle rows and padding write there.
     """
@@ -43,14 +47,18 @@ class TorchExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         assert self._model is not None, "the executor is closed"
         start = time.perf_counter_ns()
+        self._model.move(plan)
+        token_ids = self._compute(self._model, plan) if plan.num_tokens else []
+        if self._model.device.type == "cuda":
+            # Nothing waits for a step that samples nothing, and its duration would be that of the launches.
+            torch.cuda.synchronize(self._model.device)
+        return StepResult(token_ids, time.perf_counter_ns() - start)
+
+    def _compute(self, model: LogitsModel, plan: StepPlan) -> list[list[int]]:
         batch = input_batch(
-            plan,
-            block_size=self._block_size,
-            scratch_block=self._scratch_block,
-            device=self._model.device,
+            plan, block_size=self._block_size, scratch_block=self._scratch_block, device=model.device
         )
-        logits = self._model.forward(batch)
-        return StepResult(sample_rows(logits, plan.rows), time.perf_counter_ns() - start)
+        return sample_rows(model.forward(batch), plan.rows)
 
     def close(self) -> None:
         """Drop the model and its cache."""

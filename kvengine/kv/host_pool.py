@@ -23,6 +23,8 @@ class SwapPool:
         return self._pool.num_free if self._pool else 0
 
     def take(self, count: int) -> list[int] | None:
+        if not count:
+            return []
         if count > self.num_free:
             self.reclaim(count - self.num_free)
         if self._pool is None or count > self._pool.num_free:
@@ -30,6 +32,8 @@ class SwapPool:
         return self._pool.take(count)
 
     def give_back(self, blocks: list[int]) -> None:
+        if not blocks:
+            return
         assert self._pool is not None
         self._pool.put_back(self._pool.drop(blocks))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvengine.core.plan import MemoryOperations
 from kvengine.kv.prefix_index import Node, PrefixIndex
 from kvengine.policies import HostPool
 
@@ -55,20 +56,19 @@ class Offload:
         self._let_go(node)
         self._index.bring_back(node, block)
 
-    def dropped(self, nodes: list[Node]) -> None:
-        """The index forgot these."""
-        for node in nodes:
-            if node.host_block is not None:
-                self._let_go(node)
+    def forget_below(self, node: Node) -> None:
+        """Forget all descendants of a node that has left the device: they are here, deeper ones first."""
+        for other in [other for other in self._nodes if _is_below(other, node)]:
+            self._forget(other)
 
     def reclaim(self, count: int) -> None:
         """Give up to `count` host blocks back, oldest leaves first."""
         for _ in range(count):
-            ready = (n for n in self._nodes if n.host_block not in self._busy and not n.children)
+            ready = (n for n in self._nodes if n.host_block not in self._busy and not n.num_children)
             node = next(ready, None)
             if node is None:
                 return
-            self.dropped(self._index.forget(node))
+            self._forget(node)
 
     def done(self) -> None:
         """The plan with the operations asked for so far was executed."""
@@ -77,11 +77,15 @@ class Offload:
             self._host_pool.give_back(self._leaving)
             self._leaving = []
 
-    def take_operations(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    def take_operations(self) -> MemoryOperations:
         """The swap-outs and swap-ins asked for since the last call."""
-        taken = tuple(self.swap_outs), tuple(self.swap_ins)
+        taken = MemoryOperations(tuple(self.swap_outs), tuple(self.swap_ins))
         self.swap_outs, self.swap_ins = [], []
         return taken
+
+    def _forget(self, node: Node) -> None:
+        self._index.forget(node)
+        self._let_go(node)
 
     def _let_go(self, node: Node) -> None:
         assert node.host_block is not None
@@ -91,3 +95,10 @@ class Offload:
         else:
             self._host_pool.give_back([node.host_block])
         node.host_block = None
+
+
+def _is_below(node: Node, ancestor: Node) -> bool:
+    above = node.parent
+    while above is not None and above is not ancestor:
+        above = above.parent
+    return above is ancestor

@@ -30,8 +30,8 @@ class Node:
     """
 
     __slots__ = (
-        "block", "children", "content", "depth", "host_block", "key", "last_used", "num_device_children",
-        "num_hits", "parent", "published", "ticket",
+        "block", "content", "depth", "host_block", "idle", "key", "last_used", "num_children",
+        "num_device_children", "num_hits", "parent", "published", "ticket",
     )  # fmt: skip
 
     def __init__(self, key: Hashable, content: bytes, parent: Node | None, block: int, now: int) -> None:
@@ -41,7 +41,9 @@ class Node:
         self.block: int | None = block
         self.host_block: int | None = None
         self.depth = parent.depth + 1 if parent else 0
-        self.children: set[Node] = set()
+        self.idle = False
+        """Whether it is on the device and no table holds it."""
+        self.num_children = 0
         self.num_device_children = 0
         self.num_hits = 0
         self.published = now
@@ -98,8 +100,8 @@ class PrefixIndex:
         self._eviction = eviction
         self._hasher = hasher
         self._by_key: dict[Hashable, Node] = {}
-        self._by_block: dict[int, Node] = {}
-        self._idle: set[Node] = set()
+        self._by_block: list[Node | None] = []
+        self.num_idle = 0
         self._leaves: list[tuple[Any, int, Node]] = []
         """A heap; an entry is valid while its number is the ticket of its node."""
         self._tickets = count()
@@ -110,18 +112,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
-
-    @property
-    def idle_blocks(self) -> list[int]:
-        """The device blocks that only this index keeps."""
-        return [node.block for node in self._idle if node.block is not None]
-
     def node_of(self, block: int) -> Node | None:
         """The node whose content is in device block `block`."""
-        return self._by_block.get(block)
+        return self._by_block[block] if block < len(self._by_block) else None
 
     def match(self, path: PrefixPath, token_ids: list[int], num_blocks: int) -> list[Node]:
         """The nodes of the longest cached prefix of `token_ids`, `num_blocks` at most. Compares the tokens."""
@@ -151,9 +144,9 @@ class PrefixIndex:
         if node is None:
             node = Node(key, content, parent, block, next(self._now))
             self._by_key[key] = node
-            self._by_block[block] = node
+            self._place(node, block)
             if parent:
-                parent.children.add(node)
+                parent.num_children += 1
                 parent.num_device_children += 1
             self.version += 1
         elif node.parent is not parent or node.content != content:
@@ -165,7 +158,7 @@ class PrefixIndex:
     def bring_back(self, node: Node, block: int) -> None:
         """Device block `block` has, or will have before the next forward pass, the content of an offloaded node."""
         node.block, node.host_block = block, None
-        self._by_block[block] = node
+        self._place(node, block)
         if node.parent:
             node.parent.num_device_children += 1
         self.version += 1
@@ -175,12 +168,15 @@ class PrefixIndex:
         node.num_hits += hit
         node.last_used = next(self._now)
         node.ticket = -1
-        self._idle.discard(node)
+        if node.idle:
+            node.idle = False
+            self.num_idle -= 1
 
     def leave(self, node: Node) -> None:
         """No table holds `node` any more."""
         node.last_used = next(self._now)
-        self._idle.add(node)
+        node.idle = True
+        self.num_idle += 1
         if not node.num_device_children:
             self._add_leaf(node)
 
@@ -197,45 +193,50 @@ class PrefixIndex:
             raise KeyError("no cached block is idle")
         block = node.block
         assert block is not None
-        self._idle.remove(node)
-        del self._by_block[block]
-        node.ticket, node.block = -1, None
+        self._by_block[block] = None
+        node.ticket, node.block, node.idle = -1, None, False
+        self.num_idle -= 1
         parent = node.parent
         if parent:
             parent.num_device_children -= 1
-            if not parent.num_device_children and parent in self._idle:
+            if not parent.num_device_children and parent.idle:
                 self._add_leaf(parent)
         return node, block
 
-    def forget(self, node: Node) -> list[Node]:
-        """Remove a node that is not on the device, and all below it; what was removed."""
+    def forget(self, node: Node) -> None:
+        """Remove a node that is not on the device and has no children."""
+        assert not node.num_children
+        del self._by_key[node.key]
         if node.parent:
-            node.parent.children.discard(node)
-        removed = [node]
-        for gone in removed:  # grows while it is walked
-            del self._by_key[gone.key]
-            removed += gone.children
+            node.parent.num_children -= 1
         self.version += 1
-        return removed
 
     def check_integrity(self) -> Collection[int]:
         """Raise AssertionError where the tree contradicts itself; the blocks of the idle nodes."""
+        children: dict[Node, list[Node]] = {}
         for node in self._by_key.values():
             if node.parent:
                 assert self._by_key.get(node.parent.key) is node.parent, "a node outlives its parent"
-                assert node in node.parent.children, "a node is not among its parent's children"
-            on_device = [child for child in node.children if child.block is not None]
-            assert all(self._by_key.get(child.key) is child for child in node.children), "a child is gone"
+                children.setdefault(node.parent, []).append(node)
+        for node in self._by_key.values():
+            below = children.get(node, [])
+            on_device = [child for child in below if child.block is not None]
+            assert node.num_children == len(below), (
+                f"{node.num_children} children counted, {len(below)} there"
+            )
             assert node.num_device_children == len(on_device), "children on the device are miscounted"
             assert (node.block is None) != (node.host_block is None), "a node is in two places, or in none"
-            assert node not in self._idle or all(child in self._idle for child in on_device), (
+            assert not node.idle or all(child.idle for child in on_device), (
                 "a block that nobody holds has a child that somebody holds"
             )
         valid = {node for _, ticket, node in self._leaves if node.ticket == ticket}
-        assert valid == {node for node in self._idle if not node.num_device_children}, "the leaves are wrong"
-        blocks = {block: node for block, node in self._by_block.items() if node.block == block}
-        assert len(blocks) == len(self._by_block), "a block stands for a node that is elsewhere"
-        return {node.block for node in self._idle if node.block is not None}
+        idle = [node for node in self._by_key.values() if node.idle]
+        assert len(idle) == self.num_idle, f"{self.num_idle} idle nodes counted, {len(idle)} there"
+        assert valid == {node for node in idle if not node.num_device_children}, "the leaves are wrong"
+        placed = {block: node for block, node in enumerate(self._by_block) if node}
+        there = {node.block: node for node in self._by_key.values() if node.block is not None}
+        assert placed == there, "a block stands for a node that is elsewhere"
+        return {node.block for node in idle if node.block is not None}
 
     def _key(self, path: PrefixPath, token_ids: list[int], index: int) -> tuple[Hashable, bytes]:
         """Key and content of full block `index`; the key depends on all blocks before."""
@@ -248,10 +249,15 @@ class PrefixIndex:
             keys.append((self._hasher(before + content), content))
         return keys[index]
 
+    def _place(self, node: Node, block: int) -> None:
+        if block >= len(self._by_block):
+            self._by_block += [None] * (block + 1)  # at least doubles, so that it is seldom
+        self._by_block[block] = node
+
     def _add_leaf(self, node: Node) -> None:
         ticket = next(self._tickets)
         node.ticket = ticket
         heapq.heappush(self._leaves, (self._eviction.rank(node), ticket, node))
-        if len(self._leaves) > 2 * len(self._idle) + 1024:
+        if len(self._leaves) > 2 * self.num_idle + 1024:
             self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
             heapq.heapify(self._leaves)

@@ -1,4 +1,4 @@
-"""How many blocks a KV pool has: from memory, storage dtype and model shape, or as given."""
+"""How many blocks a KV pool and its host pool have: from memory, storage dtype and model shape, or as given."""
 
 from __future__ import annotations
 
@@ -39,23 +39,44 @@ def kv_shape(
 ) -> KvShape:
     """The pool of a run; without a size from the user it is `default_memory_bytes`, or else 512 MiB.
 
-    Raises ConfigError when the memory does not hold one block, or holds more than MAX_BLOCKS.
+    The host pool has no blocks unless the user gives it a size. Raises ConfigError when a memory does not hold
+    one block, or holds more than MAX_BLOCKS.
     """
     dtype = kv.storage_dtype(model)
-    key, given = "engine.num_blocks", engine.num_blocks
-    num_blocks = engine.num_blocks
     block_bytes = model.kv_bytes_per_token(BYTES_PER_VALUE[dtype]) * kv.block_size
-    if num_blocks is None:
-        memory = engine.kv_memory_bytes or default_memory_bytes or DEFAULT_KV_MEMORY_BYTES
-        key, given = "engine.kv_memory_bytes", memory
-        num_blocks = memory // block_bytes
-        if num_blocks < 1:
+
+    def blocks_in(key: str, memory: int) -> int:
+        if memory < block_bytes:
             raise ConfigError(
                 key,
                 memory,
                 f"does not hold one block: {kv.block_size} tokens in {dtype} take {block_bytes} bytes; "
                 f"raise it or lower kv.block_size",
             )
+        return _at_most_max(key, memory, memory // block_bytes)
+
+    if engine.num_blocks is None:
+        memory = engine.kv_memory_bytes or default_memory_bytes or DEFAULT_KV_MEMORY_BYTES
+        num_blocks = blocks_in("engine.kv_memory_bytes", memory)
+    else:
+        num_blocks = _at_most_max("engine.num_blocks", engine.num_blocks, engine.num_blocks)
+    if engine.swap_space_bytes:
+        num_host_blocks = blocks_in("engine.swap_space_bytes", engine.swap_space_bytes)
+    else:
+        wanted = engine.num_host_blocks or 0
+        num_host_blocks = _at_most_max("engine.num_host_blocks", wanted, wanted)
+    window = model.sliding_window
+    return KvShape(
+        num_blocks=num_blocks,
+        block_size=kv.block_size,
+        dtype=dtype,
+        block_bytes=block_bytes,
+        num_host_blocks=num_host_blocks,
+        sliding_window=window if window is not None and window < engine.max_model_len else None,
+    )
+
+
+def _at_most_max(key: str, given: int, num_blocks: int) -> int:
     if num_blocks > MAX_BLOCKS:
         raise ConfigError(key, given, f"makes {num_blocks:,} blocks; at most {MAX_BLOCKS:,} are possible")
-    return KvShape(num_blocks=num_blocks, block_size=kv.block_size, dtype=dtype, block_bytes=block_bytes)
+    return num_blocks

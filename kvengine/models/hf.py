@@ -62,6 +62,7 @@ class HfModel:
             max_position=_max_position(config),
             dtype=self._dtype if self._dtype != "auto" else _dtype_name(config.dtype),
             eos_token_ids=declared_eos_ids(self.directory),
+            sliding_window=_window_of_all_layers(config),
         )
 
     def weight_bytes(self) -> int:
@@ -89,6 +90,21 @@ class HfModel:
 
     def token_source(self, kv: KvShape) -> None:
         return None
+
+
+def declared_windows(config: Any) -> dict[int, int]:
+    """The sliding window (tokens) of each layer that has one, by its configuration."""
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return {}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return {layer: window for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+
+
+def _window_of_all_layers(config: Any) -> int | None:
+    windows = declared_windows(config)
+    return max(windows.values()) if len(windows) == config.num_hidden_layers else None
 
 
 def _max_position(config: Any) -> int:

@@ -90,7 +90,7 @@ class Allocator(Protocol):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which has no blocks, share those with the computed tokens of `parent`. Never fails."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} does not share")
 
     def publish(self, seq: Sequence) -> None:
         """The KV of the computed tokens of `seq` is written: others may hit its full blocks from now on."""
@@ -106,8 +106,8 @@ class Allocator(Protocol):
     def operations_done(self, operations: MemoryOperations) -> None:
         """The step that carried `operations` was executed."""
 
-    def free(self, seq: Sequence) -> int:
-        """Give back all blocks of `seq`, emptying its table; by how many `num_free_blocks` rose."""
+    def free(self, seq: Sequence) -> None:
+        """Give back all blocks of `seq`, emptying its table."""
         ...
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:

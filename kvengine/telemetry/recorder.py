@@ -94,9 +94,9 @@ class ColumnRecorder:
         self._rows["requests"].append(
             (
                 seq.request.id, seq.choice, seq.request.pair_key, status, reason and reason.value, None,
-                seq.num_prompt_tokens, seq.num_cached_tokens, seq.num_output_tokens, seq.arrival_ns, times.admitted_ns,
-                times.first_token_ns, times.last_token_ns, times.finished_ns, seq.num_preemptions,
-                seq.num_recomputed_tokens,
+                seq.num_prompt_tokens, seq.num_cached_tokens, seq.num_output_tokens, seq.arrival_ns,
+                times.admitted_ns, times.first_token_ns, times.last_token_ns, times.finished_ns,
+                seq.num_preemptions, seq.num_recomputed_tokens,
             )
         )  # fmt: skip
         self._rows["tokens"] += [

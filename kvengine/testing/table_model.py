@@ -6,6 +6,7 @@ from collections.abc import Sequence as ListLike
 
 import torch
 
+from kvengine.core.plan import StepPlan
 from kvengine.executors.input_batch import InputBatch
 
 
@@ -26,6 +27,9 @@ class TableModel:
     def uniform(cls, vocab_size: int) -> TableModel:
         """Every token equally likely after every token."""
         return cls(torch.zeros(vocab_size, vocab_size))
+
+    def move(self, plan: StepPlan) -> None:
+        """Nothing: there is no KV to move."""
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         return self._table[batch.token_ids[batch.sample_at]]

@@ -14,14 +14,28 @@ from greedy_reference import Ask
 from kvengine.assemble import blueprint
 from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import RequestOutput
-from kvengine.core.shapes import KvShape
+from kvengine.core.shapes import KvShape, PrefixCacheConfig
 from kvengine.engine.driver import Driver
 from kvengine.engine.engine import Engine
-from kvengine.policies import Build
+from kvengine.policies import Allocator, Build, Mechanism
 from kvengine.registry import Registry, discover
 from kvengine.testing.step_log import StepLog
 
-REGISTRY = discover()
+
+class SwapAlways:
+    """The preemption policy of shared combinations: to the host, as long as it fits."""
+
+    def mechanism(self, victim: object) -> Mechanism:
+        return Mechanism.SWAP
+
+
+def registry_with_swap() -> Registry:
+    registry = discover()
+    registry.add("preemption", "swap_always", lambda config, build: SwapAlways(), summary="of these tests")
+    return registry
+
+
+REGISTRY = registry_with_swap()
 BLOCK_SIZES = (1, 16)
 TOKEN_BUDGETS = (None, 64, 7)
 ATTENTIONS = ("torch", "sdpa")
@@ -30,7 +44,11 @@ UNLIMITED = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """One way to serve; `token_budget=None` is no limit, `scarce` a pool that just holds the longest request."""
+    """One way to serve; `token_budget=None` is no limit, `scarce` a pool that just holds the longest request.
+
+    `shared`: with the prefix cache, two choices of every request (forked, and copied on write), and victims that
+    are swapped to a host pool of the same size; else nothing of it, and victims are recomputed.
+    """
 
     scheduler: str
     allocator: str
@@ -38,11 +56,17 @@ class Combination:
     token_budget: int | None
     scarce: bool
     attention: str
+    shared: bool = False
 
     def __str__(self) -> str:
         budget = "any" if self.token_budget is None else self.token_budget
         pool = "scarce" if self.scarce else "ample"
-        return f"{self.scheduler}-{self.allocator}-block{self.block_size}-budget_{budget}-{pool}-{self.attention}"
+        name = f"{self.scheduler}-{self.allocator}-block{self.block_size}-budget_{budget}-{pool}-{self.attention}"
+        return name + ("-shared" if self.shared else "")
+
+    @property
+    def num_choices(self) -> int:
+        return 2 if self.shared else 1
 
     def settings(self) -> set[tuple[str, Any]]:
         return {(field.name, getattr(self, field.name)) for field in fields(self)}
@@ -56,10 +80,20 @@ def scheduler_chunks(name: str, registry: Registry = REGISTRY) -> bool:
 
 def allocator_grows(name: str, registry: Registry = REGISTRY) -> bool:
     """Whether sequences ask for more blocks as they get longer."""
+    return _allocator(name, registry).grows
+
+
+def _allocator(name: str, registry: Registry) -> Allocator:
     entry = registry.get("allocator", name)
     limits = EngineLimits(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=16)
-    build = Build(kv=KvShape(num_blocks=16, block_size=16, dtype="fp32"), limits=limits)
-    return entry.factory(entry.schema(), build).grows
+    cache = PrefixCacheConfig(mode="off")
+    build = Build(kv=KvShape(num_blocks=16, block_size=16, dtype="fp32"), limits=limits, prefix_cache=cache)
+    return entry.factory(entry.schema(), build)
+
+
+def allocator_shares(name: str, registry: Registry = REGISTRY) -> bool:
+    """Whether blocks can be shared."""
+    return _allocator(name, registry).shares
 
 
 def every_combination(attentions: Iterable[str] = ATTENTIONS) -> list[Combination]:
@@ -68,6 +102,7 @@ def every_combination(attentions: Iterable[str] = ATTENTIONS) -> list[Combinatio
     for scheduler, allocator in product(REGISTRY.names("scheduler"), REGISTRY.names("allocator")):
         budgets = TOKEN_BUDGETS if scheduler_chunks(scheduler) else TOKEN_BUDGETS[:1]
         pools = (False, True) if allocator_grows(allocator) else (False,)
+        shared = (False, True) if allocator_shares(allocator) else (False,)
         found += [
             Combination(
                 scheduler=scheduler,
@@ -76,8 +111,11 @@ def every_combination(attentions: Iterable[str] = ATTENTIONS) -> list[Combinatio
                 token_budget=budget,
                 scarce=scarce,
                 attention=attention,
+                shared=share,
             )
-            for block_size, budget, scarce, attention in product(BLOCK_SIZES, budgets, pools, attentions)
+            for block_size, budget, scarce, attention, share in product(
+                BLOCK_SIZES, budgets, pools, attentions, shared
+            )
         ]
     return found
 
@@ -100,9 +138,9 @@ def covering(every: Sequence[Combination], offset: int) -> list[Combination]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """New tokens and finish reason by place of the request, and the steps."""
+    """New tokens of each choice, and finish reason of the first one, by place of the request; and the steps."""
 
-    outputs: dict[int, list[int]]
+    choices: list[dict[int, list[int]]]
     finish_reasons: dict[int, str]
     log: StepLog
 
@@ -110,6 +148,10 @@ class Outcome:
     def ran_together(self) -> bool:
         """Whether any step computed more than one sequence."""
         return any(len(step.scheduled) > 1 for step in self.log.steps)
+
+    def moved(self, kind: str) -> int:
+        """Blocks copied: `copies`, `swap_outs` or `swap_ins`."""
+        return sum(len(getattr(step, kind)) for step in self.log.steps)
 
 
 def workload_file(path: Path, asks: Sequence[Ask]) -> Path:
@@ -126,6 +168,7 @@ def configured(
     config = deepcopy(dict(base))
     config |= {kind: {"name": getattr(combination, kind)} for kind in ("scheduler", "allocator", "attention")}
     config["kv"]["block_size"] = combination.block_size
+    config["prefix_cache"] = {"mode": "on" if combination.shared else "off"}
     longest = max(len(ask.prompt) + ask.max_tokens - 1 for ask in asks)
     slots = longest if combination.scarce else 8 * max_model_len
     config["engine"] |= {
@@ -133,13 +176,19 @@ def configured(
         "max_model_len": max_model_len,
         "num_blocks": -(-slots // combination.block_size),
     }
+    if combination.shared:
+        config["preemption"] = {"name": "swap_always"}
+        config["engine"]["num_host_blocks"] = -(-slots // combination.block_size)
+        sampling = config["workload"].get("sampling", {"temperature": 0.0})
+        config["workload"]["sampling"] = {**sampling, "n": combination.num_choices}
     return config
 
 
 def serve(config: Mapping[str, Any]) -> Outcome:
     """Run `config` to its end, every request served and every block accounted for after every step."""
     plan = blueprint(config, REGISTRY)
-    outcome = Outcome({}, {}, StepLog())
+    num_choices = config["workload"].get("sampling", {}).get("n", 1)
+    outcome = Outcome([{} for _ in range(num_choices)], {}, StepLog())
     engine = plan.engine(outcome.log)
     report = Driver(engine, plan.workload, on_outputs=lambda outputs: _take(engine, outputs, outcome)).run()
     engine.close()
@@ -154,7 +203,9 @@ def _take(engine: Engine, outputs: list[RequestOutput], outcome: Outcome) -> Non
     engine.context.check_integrity()
     for output in outputs:
         place = output.sequence.request.ordinal
+        outcome.choices[output.choice].setdefault(place, []).extend(output.token_ids)
+        if output.choice:
+            continue
         assert place not in outcome.finish_reasons, f"request {place} goes on after its end"
-        outcome.outputs.setdefault(place, []).extend(output.token_ids)
         if output.finish_reason is not None:
             outcome.finish_reasons[place] = output.finish_reason

@@ -51,15 +51,19 @@ def check(name: str, combination: Combination, tiny: Tiny, config: Config, asks:
     """Serve the checkpoint in this way, and hold its tokens and reasons against the reference."""
     directory, answers = tiny(name)
     outcome = serve(configured(config(directory), combination, asks, MAX_MODEL_LEN))
-    differ = differences(answers, outcome.outputs)
+    differ = [line for outputs in outcome.choices for line in differences(answers, outputs)]
     print(f"{name} {combination}: {len(asks) - len(differ)} of {len(asks)} identical")
     assert not differ
     for place, answer in enumerate(answers):
         if not answer.has_narrow:
             ended = "stop" if answer.tokens[-1] == EOS else "length"
             assert outcome.finish_reasons[place] == ended, f"request {place}"
-    if combination.scarce and outcome.ran_together:
+    if combination.scarce and outcome.ran_together and not combination.shared:
         assert outcome.log.num_preemptions, "the pool was not scarce"
+    if combination.shared and combination.block_size > 1:
+        assert outcome.moved("copies"), "no shared block was written"
+    if combination.shared and outcome.log.num_preemptions:
+        assert outcome.moved("swap_outs"), "nobody was swapped out"
 
 
 @pytest.mark.parametrize(("name", "combination"), COVERS)
@@ -77,10 +81,11 @@ def test_tokens_equal_everywhere(
     check(name, combination, tiny, tiny_config, tiny_asks)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize("scheduler", ["static", "continuous", "chunked"])
 def test_a_scarce_pool_preempts(
-    scheduler: str, block_size: int, tiny: Tiny, tiny_config: Config, tiny_asks: list[Ask]
+    scheduler: str, block_size: int, shared: bool, tiny: Tiny, tiny_config: Config, tiny_asks: list[Ask]
 ) -> None:
     combination = Combination(
         scheduler=scheduler,
@@ -89,9 +94,18 @@ def test_a_scarce_pool_preempts(
         token_budget=None,
         scarce=True,
         attention="torch",
+        shared=shared,
     )
     config = configured(tiny_config(tiny("llama").directory), combination, tiny_asks, MAX_MODEL_LEN)
-    assert serve(config).log.num_preemptions
+    if shared:
+        config["prefix_cache"]["mode"] = "off"  # else much of what was swapped out is found on the device
+    outcome = serve(config)
+    assert outcome.log.num_preemptions
+    answers = tiny("llama").answers
+    assert not [line for outputs in outcome.choices for line in differences(answers, outputs)]
+    if shared:
+        assert outcome.moved("swap_outs")
+        assert outcome.moved("swap_ins")
 
 
 @pytest.mark.parametrize("budget", [budget for budget in TOKEN_BUDGETS if budget])

@@ -126,11 +126,25 @@ def test_poisoned_pool_does_not_leak(
 
 
 @BACKENDS
-def test_blocks_that_left_the_window_are_not_read(backend: Any) -> None:
-    case = make_case([(1, 40), (5, 40), (1, 3)], poison=float("nan"))
-    want = attend(backend, case, sliding_window=8)
-    case.meta.block_tables[:2, :3] = SCRATCH  # positions 0 .. 23; the oldest any query sees is 28
-    assert torch.equal(attend(backend, case, sliding_window=8), want)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("garbage", [3.0, 3e38, float("nan")], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS[:2], OPTIONS[-1]], ids=str)
+def test_blocks_that_left_the_window_are_not_read(
+    backend: Any, garbage: float, options: dict[str, Any], kv_dtype: torch.dtype
+) -> None:
+    """They are given back, and the scratch block stands for them in the table."""
+    case = make_case([(1, 40), (5, 40), (1, 3)], poison=garbage, kv_dtype=kv_dtype)
+    options = with_sinks(options, case)
+    want = attend(backend, case, **options)
+    tables = case.meta.block_tables.clone()
+    for row, (queries, length) in enumerate(zip(case.meta.query_lens, case.meta.seq_lens, strict=True)):
+        oldest = max(0, length - queries - options["sliding_window"] + 1)
+        tables[row, : oldest // 8] = SCRATCH
+    assert (tables == SCRATCH).sum() > (case.meta.block_tables == SCRATCH).sum()
+    freed = replace(case, meta=replace(case.meta, block_tables=tables))
+    out = attend(backend, freed, **options)
+    assert torch.equal(out, want)
+    assert_close(out, brute_force(case, **options), 1e-5)
 
 
 @BACKENDS

@@ -11,10 +11,15 @@ from kvengine.policies import SchedulingView
 
 
 class WholePromptAdmission:
-    """Optimistic about what a sequence will generate, exact about what it already has."""
+    """Optimistic about what a sequence will generate, exact about what it already has.
+
+    The other choices of a request get a block each for their own copy of the prompt's end, unless nothing runs.
+    """
 
     def refuses(self, seq: Sequence, view: SchedulingView) -> Refusal | None:
         needed = view.blocks_needed(seq, seq.num_tokens)
+        if seq.siblings and any(view.running):
+            needed += len(seq.siblings)
         promised = view.num_promised_blocks
         if needed + promised > view.num_free_blocks:
             detail = f"{needed} needed, {view.num_free_blocks} free, {promised} of them promised"

@@ -63,11 +63,11 @@ class ContiguousMaxAllocator(Allocator):
         table.num_slots = self._region * self.block_size
         return None
 
-    def free(self, seq: Sequence) -> int:
+    def free(self, seq: Sequence) -> None:
         table = seq.block_table
-        freed = self._arena.give_back(table.blocks[0]) if table.blocks else 0
+        if table.blocks:
+            self._arena.give_back(table.blocks[0])
         table.blocks, table.num_slots = [], 0
-        return freed
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         self._arena.check_integrity()

@@ -15,7 +15,8 @@ from kvengine.core.sequence import BlockTable, Sequence
 from kvengine.core.shapes import KvShape
 from kvengine.kv.block_pool import BlockPool
 from kvengine.kv.offload import Offload
-from kvengine.kv.prefix_index import Node, PrefixIndex, PrefixPath, root_of
+from kvengine.kv.prefix_cache import PrefixCache
+from kvengine.kv.prefix_index import Node, PrefixIndex
 from kvengine.policies import Allocator
 
 
@@ -42,25 +43,29 @@ class PagedAllocator(Allocator):
         assert index is None or kv.sliding_window is None
         self.num_blocks = kv.num_blocks
         self.block_size = kv.block_size
-        self._kv_dtype = kv.dtype
         self._window = kv.sliding_window
         self._pool = BlockPool(kv.num_blocks)
-        self._index = index
-        self._offload = offload
-        self._isolate_tenants = isolate_tenants
+        self._cache: PrefixCache | None = None
+        if index is not None:
+            self._cache = PrefixCache(
+                self._pool,
+                index,
+                offload,
+                block_size=kv.block_size,
+                kv_dtype=kv.dtype,
+                isolate_tenants=isolate_tenants,
+            )
         self._copies: dict[int, int] = {}
         """Source of each block that the plan being made copies into."""
-        self._path_pins: list[int] = []
-        """Blocks of prefixes that come back from the host with this plan, pinned until it was executed."""
         self._num_saved_slots = 0
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free + (self._index.num_idle if self._index else 0)
+        return self._pool.num_free + (self._cache.index.num_idle if self._cache else 0)
 
     @property
     def num_cached_blocks(self) -> int:
-        return self._index.num_idle if self._index else 0
+        return self._cache.index.num_idle if self._cache else 0
 
     @property
     def num_owned_slots(self) -> int:
@@ -73,6 +78,11 @@ class PagedAllocator(Allocator):
     @property
     def num_saved_slots(self) -> int:
         return self._num_saved_slots
+
+    @property
+    def host_blocks(self) -> list[int]:
+        offload = self._cache.offload if self._cache else None
+        return offload.host_blocks if offload else []
 
     @property
     def capacity(self) -> int:
@@ -94,7 +104,7 @@ class PagedAllocator(Allocator):
     def allocate(self, seq: Sequence, num_tokens: int) -> Refusal | None:
         table = seq.block_table
         blocks = table.blocks
-        if not blocks:
+        if not blocks and (self._cache is not None or self._window is not None):
             return self._begin(seq, num_tokens)
         size = self.block_size
         missing = -(-num_tokens // size) - len(blocks)
@@ -104,7 +114,8 @@ class PagedAllocator(Allocator):
         if missing > pool.num_free:
             if missing > self.num_free_blocks:
                 return self._no_blocks(missing)
-            self._evict(missing - pool.num_free)
+            assert self._cache is not None
+            self._cache.evict(missing - pool.num_free)
         if missing > 0:
             blocks += pool.take(missing)
             table.num_slots = len(blocks) * size
@@ -125,19 +136,19 @@ class PagedAllocator(Allocator):
         self._num_saved_slots += computed
 
     def publish(self, seq: Sequence) -> None:
-        index, path, table = self._index, seq.block_table.prefix, seq.block_table
-        if index is None or path is None:
+        cache, path, table = self._cache, seq.block_table.prefix, seq.block_table
+        if cache is None or path is None:
             return
         num_full = seq.num_computed_tokens // self.block_size
         while len(path.nodes) < num_full and not path.unpublishable:
             place = len(path.nodes)
             block = table.blocks[place]
-            node = index.publish(path, seq.token_ids, block)
+            node = cache.index.publish(path, seq.token_ids, block)
             if node is None:
                 return
             if node.block is None:
-                assert self._offload is not None
-                self._offload.replace(node, block)
+                assert cache.offload is not None
+                cache.offload.replace(node, block)
             elif node.block != block:
                 self._replace(table, place, node)
 
@@ -154,21 +165,18 @@ class PagedAllocator(Allocator):
                 self._count_shared(source, seq.num_computed_tokens - place * self.block_size, 1)
 
     def take_operations(self) -> MemoryOperations:
-        outs, ins = self._offload.take_operations() if self._offload else ((), ())
         copies = tuple((source, block) for block, source in self._copies.items())
         self._copies = {}
-        return MemoryOperations(outs, ins, copies)
+        cached = self._cache.take_operations() if self._cache else MemoryOperations()
+        return cached._replace(copies=copies)
 
     def operations_done(self, operations: MemoryOperations) -> None:
-        pinned = [source for source, _ in operations.copies] + self._path_pins
-        self._path_pins = []
-        self._let_go([block for block in pinned if self._pool.unpin(block)])
-        if self._offload:
-            self._offload.done()
+        self._let_go([source for source, _ in operations.copies if self._pool.unpin(source)])
+        if self._cache:
+            self._cache.operations_done()
 
-    def free(self, seq: Sequence) -> int:
+    def free(self, seq: Sequence) -> None:
         table = seq.block_table
-        before = self.num_free_blocks
         live = table.blocks[table.num_dropped :] if table.num_dropped else table.blocks
         left = self._pool.drop(live)
         if len(left) < len(live):
@@ -178,10 +186,9 @@ class PagedAllocator(Allocator):
         table.blocks, table.num_slots, table.num_dropped = [], 0, 0
         if table.prefix is not None:
             table.prefix.nodes, table.prefix.unpublishable = [], False
-        return self.num_free_blocks - before
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        cached = self._index.check_integrity() if self._index else ()
+        cached = self._cache.index.check_integrity() if self._cache else ()
         tables = [(seq, seq.block_table) for seq in sequences]
         live = [table.blocks[table.num_dropped :] for _, table in tables]
         self._pool.check_integrity(live, cached)
@@ -211,21 +218,11 @@ class PagedAllocator(Allocator):
         for node in hits:
             self._hit(node, table)
         from_host = found[len(hits) :]
-        if self._offload and from_host:
-            self._offload.protect(from_host)
-        new = self._take(fresh)
-        for node, block in zip(from_host, new, strict=False):
-            assert self._offload is not None
-            assert self._index is not None
-            self._offload.bring_back(node, block)
-            self._index.use(node)
-        table.blocks += new
-        if (
-            from_host
-        ):  # their content comes with the plan: no eviction before that, nor of what is before them
-            self._path_pins += reversed(table.blocks[: len(found)])
-            for block in table.blocks[: len(found)]:
-                pool.pin(block)
+        if self._cache:
+            self._cache.protect(from_host)
+        table.blocks += self._take(fresh)
+        if self._cache and from_host:
+            self._cache.bring_back(from_host, table.blocks[: len(found)], len(hits))
         table.num_slots = len(table.blocks) * size
         table.num_dropped = dropped
         self._num_saved_slots += dropped * size
@@ -235,11 +232,11 @@ class PagedAllocator(Allocator):
 
     def _hit(self, node: Node, table: BlockTable) -> None:
         assert node.block is not None
-        assert self._index is not None
+        assert self._cache is not None
         if self._pool.num_tables(node.block):
             self._num_saved_slots += self.block_size
         self._pool.hold([node.block])
-        self._index.use(node)
+        self._cache.index.use(node)
         table.blocks.append(node.block)
 
     def _grow(self, seq: Sequence, missing: int) -> Refusal | None:
@@ -305,57 +302,30 @@ class PagedAllocator(Allocator):
     def _replace(self, table: BlockTable, place: int, node: Node) -> None:
         """Hold the block of `node` instead of our own of the same content."""
         assert node.block is not None
-        assert self._index is not None
+        assert self._cache is not None
         ours, theirs = table.blocks[place], node.block
         self._pool.hold([theirs])
         self._count_shared(theirs, self.block_size, 1)
-        self._index.use(node, hit=False)
+        self._cache.index.use(node, hit=False)
         self._count_shared(ours, self.block_size, -1)
         table.blocks[place] = theirs
         self._let_go(self._pool.drop([ours]))
 
     def _match(self, seq: Sequence) -> list[Node]:
-        """Nodes of the longest cached prefix; at least one token is left to compute."""
-        if self._index is None:
-            return []
-        table, request = seq.block_table, seq.request
-        if table.prefix is None:
-            tenant = request.tenant if self._isolate_tenants else None
-            parts = {"cache_salt": request.cache_salt, "tenant": tenant, "kv_dtype": self._kv_dtype}
-            table.prefix = PrefixPath(root_of(parts))
-        num_full = (len(seq.token_ids) - 1) // self.block_size
-        return self._index.match(table.prefix, seq.token_ids, num_full)
+        return self._cache.match(seq) if self._cache else []
 
     def _take(self, count: int) -> list[int]:
         """`count` blocks, of which there are enough free or cached."""
-        if count > self._pool.num_free:
-            self._evict(count - self._pool.num_free)
+        if self._cache and count > self._pool.num_free:
+            self._cache.evict(count - self._pool.num_free)
         return self._pool.take(count)
 
-    def _evict(self, count: int) -> None:
-        """Free `count` idle blocks of the index."""
-        index, offload = self._index, self._offload
-        assert index is not None
-        for _ in range(count):
-            node, block = index.pop_leaf()
-            if offload is None:
-                index.forget(node)
-            elif not offload.keep(node, block):
-                offload.dropped(index.forget(node))
-            self._pool.put_back((block,))
-
     def _let_go(self, blocks: list[int]) -> None:
-        """Nobody holds `blocks` any more: cached ones stay, the others are free."""
-        index = self._index
-        if index is None:
+        """Nobody holds `blocks` any more."""
+        if self._cache:
+            self._cache.let_go(blocks)
+        else:
             self._pool.put_back(blocks)
-            return
-        for block in blocks:
-            node = index.node_of(block)
-            if node is None:
-                self._pool.put_back((block,))
-            else:
-                index.leave(node)
 
     def _no_blocks(self, needed: int) -> Refusal:
         return Refusal(Reason.NO_BLOCKS, f"{needed} needed, {self.num_free_blocks} free")
