@@ -20,7 +20,7 @@ from kvengine.executors.config import TorchConfig
 from kvengine.executors.device_memory import check_host_memory, gpu_kv_bytes, uses_gpu
 from kvengine.kv.host_pool import SwapPool
 from kvengine.kv.sizing import KvConfig, kv_shape
-from kvengine.policies import Build, Model, Workload
+from kvengine.policies import Allocator, Build, Model, Workload
 from kvengine.registry import KINDS, Entry, Registry
 from kvengine.telemetry.config import TelemetryConfig
 
@@ -61,6 +61,7 @@ class Blueprint:
                 vocab_size=self.shape.vocab_size,
                 eos_token_ids=self.shape.eos_token_ids,
                 seed=self.engine_config.seed,
+                refuses_for_good=self.context.allocator.refuses_for_good,
             ),
             clock=VirtualClock() if executor.virtual_time else WallClock(),
             recorder=recorder,
@@ -89,6 +90,8 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     limits, parts = build_policies(registry, config, engine_config, kv, cache)
     build = replace(build, limits=limits)
     build = replace(build, attention=make(chosen["attention"], build))
+    workload = make(chosen["workload"], build)
+    check_known_lengths(chosen["allocator"][0].name, parts["allocator"], chosen["workload"][0].name, workload)
     return Blueprint(
         engine_config=engine_config,
         limits=limits,
@@ -96,7 +99,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         shape=shape,
         kv=kv,
         context=SchedulingContext(limits=limits, **parts),
-        workload=make(chosen["workload"], build),
+        workload=workload,
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
         debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
@@ -179,6 +182,19 @@ def make(choice: tuple[Entry, Any], build: Build) -> Any:
     if missing:
         raise PolicyError(f"{plugin} lacks {', '.join(missing)} of the contract policies.{contract.__name__}")
     return made
+
+
+def check_known_lengths(
+    allocator_name: str, allocator: Allocator, workload_name: str, workload: Workload
+) -> None:
+    """ConfigError when the allocator reserves by output lengths that the workload does not know."""
+    if allocator.needs_lengths and not workload.knows_lengths:
+        raise ConfigError(
+            "allocator",
+            allocator_name,
+            f"reserves by the true output length, which workload={workload_name} does not know; "
+            "take workload=synthetic, or allocator=contiguous_max",
+        )
 
 
 def check_model_len(engine: EngineConfig, model_name: str, shape: ModelShape) -> None:

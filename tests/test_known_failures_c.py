@@ -151,13 +151,13 @@ def test_c1_longest_possible_request_runs_under_every_allocator(scheduler, alloc
 @pytest.mark.parametrize(
     ("num_blocks", "max_model_len", "capacity"),
     [
-        (8, 100, 128),  # 7 blocks are rounded up to 8
+        (8, 100, 100),  # 7 blocks are rounded up to 8, which nobody owns
         (8, 64, 64),
         (12, 128, 128),  # the arena is 8 + 4
-        (8, 17, 32),
+        (8, 17, 17),
     ],
 )
-def test_c1_contiguous_max_can_give_one_sequence_its_region(num_blocks, max_model_len, capacity):
+def test_c1_contiguous_max_can_give_one_sequence_what_it_reserves(num_blocks, max_model_len, capacity):
     engine = engine_with(
         allocator="contiguous_max", block_size=16, num_blocks=num_blocks, max_model_len=max_model_len
     )

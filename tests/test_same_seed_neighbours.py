@@ -16,9 +16,16 @@ from kvengine.compose import composer
 from kvengine.core.plan import RequestOutput
 from kvengine.engine.driver import Driver
 from kvengine.registry import discover
+from kvengine.testing.engines import TestEngine
 from kvengine.testing.step_log import StepLog
 
 REGISTRY = discover()
+ALLOCATORS = [
+    name
+    for name in REGISTRY.names("allocator")
+    if not TestEngine(policies={"allocator": name}).engine.context.allocator.needs_lengths
+]
+"""Those that serve requests whose output length nobody knows."""
 MAX_MODEL_LEN = 128
 AMPLE, SCARCE = 128, 13
 """Blocks of 8: for sixteen sequences of any length, and just enough for the longest request."""
@@ -123,7 +130,7 @@ def crowd() -> list[Ask]:
     return [ask for pair in zip(neighbours(10), seeded(10), strict=True) for ask in pair]
 
 
-@pytest.mark.parametrize("allocator", REGISTRY.names("allocator"))
+@pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize("scheduler", REGISTRY.names("scheduler"))
 def test_tokens_do_not_depend_on_neighbours_and_scheduler(
     scheduler: str, allocator: str, base: dict[str, Any], alone: Tokens, tmp_path: Path

@@ -141,6 +141,7 @@ def test_a_run_worked_out_by_hand() -> None:
         "recomputed_tokens": 0,
         "padding_tokens": 0,
         "idle_row_share": 0,
+        "fragmented_steps": 0,
     }
 
 

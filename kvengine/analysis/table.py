@@ -116,6 +116,8 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("finished rows", f"{s['idle_row_share']:.1%} of row-steps computed for nothing"))
     if s["padding_tokens"]:
         lines.append(("padding tokens", f"{s['padding_tokens']:,}"))
+    if s["fragmented_steps"]:
+        lines.append(("refused though enough was free", f"{s['fragmented_steps']:,} steps (fragmentation)"))
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Callable
 
 from kvengine.core.errors import RequestError
 from kvengine.core.limits import EngineLimits
@@ -15,7 +16,8 @@ class Intake:
     """Checks requests against the model, the limits and the pool, and makes their sequences.
 
     A request of P prompt tokens and M new ones needs P + M - 1 slots, since the last new token is never fed
-    back. Each of its n sequences must fit an empty pool alone: they are scheduled singly.
+    back. Each of its n sequences must fit an empty pool alone: they are scheduled singly. `refuses_for_good` is
+    the allocator's word on that, asked for each of them.
     """
 
     def __init__(
@@ -26,12 +28,14 @@ class Intake:
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
         seed: int | None,
+        refuses_for_good: Callable[[Sequence], str | None] | None = None,
     ) -> None:
         self._limits = limits
         self._capacity = capacity
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._seed = secrets.randbits(64) if seed is None else seed
+        self._refuses_for_good = refuses_for_good
         self._num_requests = 0
         self._num_sequences = 0
 
@@ -71,7 +75,17 @@ class Intake:
                 )
             )
             self._num_sequences += 1
+        self._check_fits(made)
         return made
+
+    def _check_fits(self, sequences: list[Sequence]) -> None:
+        """RequestError when an empty pool could not serve one of them."""
+        if self._refuses_for_good is None:
+            return
+        for seq in sequences:
+            problem = self._refuses_for_good(seq)
+            if problem:
+                raise RequestError(seq.request.id, f"NEVER_FITS: {problem}")
 
     def _check_prompt(self, request: Request) -> None:
         if not request.prompt_token_ids:

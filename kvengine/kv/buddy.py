@@ -6,12 +6,16 @@ section 6.1) manages its contiguous baselines this way.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
 
 class BuddyArena:
     """Blocks 0..num_blocks-1 as the largest powers of two that sum to the pool, in descending order.
 
     A region of size 2**k inside an arena part that starts at s has its buddy at ((start - s) XOR 2**k) + s.
-    The lowest free region of the smallest sufficient size is taken, so results do not depend on hash order.
+    The lowest free region of the smallest sufficient size is taken, so results do not depend on hash order. Of
+    each size at most one region more is free than there are in use (else its buddy were free and they would be
+    one), so a call costs their number and not the pool's.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -20,13 +24,14 @@ class BuddyArena:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._parts: list[tuple[int, int]] = []
-        self._free: dict[int, set[int]] = {order: set() for order in range(num_blocks.bit_length())}
+        self._free: list[list[int]] = [[] for _ in range(num_blocks.bit_length())]
+        """By order k, the starts of the free regions of 2**k blocks, sorted."""
         self._taken: dict[int, int] = {}
         start = 0
         for order in range(num_blocks.bit_length() - 1, -1, -1):
             if num_blocks >> order & 1:
                 self._parts.append((start, order))
-                self._free[order].add(start)
+                self._free[order].append(start)
                 start += 1 << order
 
     @staticmethod
@@ -42,19 +47,23 @@ class BuddyArena:
     @property
     def largest_free(self) -> int:
         """The largest region free now, in blocks; 0 when none is."""
-        return max((1 << order for order, starts in self._free.items() if starts), default=0)
+        return max((1 << order for order, starts in enumerate(self._free) if starts), default=0)
+
+    @property
+    def regions(self) -> dict[int, int]:
+        """The regions in use: first block and size in blocks."""
+        return {start: 1 << order for start, order in self._taken.items()}
 
     def take(self, count: int) -> int | None:
         """The first block of a free region of at least `count` blocks, or None when none is that large."""
         wanted = self.region_size(count).bit_length() - 1
-        order = next((k for k in sorted(self._free) if k >= wanted and self._free[k]), None)
+        order = next((k for k in range(wanted, len(self._free)) if self._free[k]), None)
         if order is None:
             return None
-        start = min(self._free[order])
-        self._free[order].remove(start)
-        while order > wanted:
+        start = self._free[order].pop(0)
+        while order > wanted:  # the lists below are empty, down to `wanted`
             order -= 1
-            self._free[order].add(start + (1 << order))
+            self._free[order].append(start + (1 << order))
         self._taken[start] = wanted
         self.num_free -= 1 << wanted
         return start
@@ -72,19 +81,22 @@ class BuddyArena:
         part_start, part_order = next(p for p in reversed(self._parts) if p[0] <= start)
         while order < part_order:
             buddy = ((start - part_start) ^ (1 << order)) + part_start
-            if buddy not in self._free[order]:
+            free = self._free[order]
+            place = bisect_left(free, buddy)
+            if place == len(free) or free[place] != buddy:
                 break
-            self._free[order].remove(buddy)
+            del free[place]
             start = min(start, buddy)
             order += 1
-        self._free[order].add(start)
+        insort(self._free[order], start)
         return size
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless free and taken regions cover the arena exactly, without overlap."""
-        regions = [(start, 1 << order) for order, starts in self._free.items() for start in starts]
+        assert all(starts == sorted(starts) for starts in self._free), "free regions are out of order"
+        regions = [(start, 1 << order) for order, starts in enumerate(self._free) for start in starts]
         assert sum(size for _, size in regions) == self.num_free, "free regions do not add up"
-        regions += [(start, 1 << order) for start, order in self._taken.items()]
+        regions += self.regions.items()
         end = 0
         for start, size in sorted(regions):
             assert start == end, f"gap or overlap at block {end}: next region starts at {start}"

@@ -81,6 +81,7 @@ class TestEngine:
                 vocab_size=vocab_size,
                 eos_token_ids=eos_token_ids,
                 seed=config.seed,
+                refuses_for_good=parts["allocator"].refuses_for_good,
             ),
             clock=VirtualClock(),
             recorder=self.log,

@@ -8,7 +8,11 @@ from kvengine.core.errors import ConfigError
 from kvengine.kv.offload import Offload
 from kvengine.kv.prefix_index import PrefixIndex
 from kvengine.policies import Build
-from kvengine_plugins.allocators.contiguous_max import ContiguousMaxAllocator
+from kvengine_plugins.allocators.best_fit import BestFitConfig, best_fit
+from kvengine_plugins.allocators.contiguous_max import contiguous_max
+from kvengine_plugins.allocators.contiguous_oracle import contiguous_oracle
+from kvengine_plugins.allocators.contiguous_pow2 import contiguous_pow2
+from kvengine_plugins.allocators.first_fit import FirstFitConfig, first_fit
 from kvengine_plugins.allocators.paged import PagedAllocator
 
 if TYPE_CHECKING:
@@ -20,8 +24,34 @@ def register_allocators(registry: Registry) -> None:
     registry.add(
         "allocator",
         "contiguous_max",
-        _contiguous_max,
+        contiguous_max,
         summary="one region of max_model_len per sequence, reserved at admission (before paging)",
+    )
+    registry.add(
+        "allocator",
+        "contiguous_pow2",
+        contiguous_pow2,
+        summary="one region per sequence, for its output rounded up to a power of two; needs known lengths",
+    )
+    registry.add(
+        "allocator",
+        "contiguous_oracle",
+        contiguous_oracle,
+        summary="one region per sequence, for exactly what it will write; needs known lengths",
+    )
+    registry.add(
+        "allocator",
+        "first_fit",
+        first_fit,
+        schema=FirstFitConfig,
+        summary="one region per sequence, not rounded, in the first gap that is large enough",
+    )
+    registry.add(
+        "allocator",
+        "best_fit",
+        best_fit,
+        schema=BestFitConfig,
+        summary="one region per sequence, not rounded, in the smallest gap that is large enough",
     )
     registry.add(
         "allocator",
@@ -29,12 +59,6 @@ def register_allocators(registry: Registry) -> None:
         _paged,
         summary="blocks from anywhere, one at a time as a sequence grows (vLLM)",
     )
-
-
-def _contiguous_max(config: object, build: Build) -> ContiguousMaxAllocator:
-    assert build.kv is not None
-    assert build.limits is not None
-    return ContiguousMaxAllocator(build.kv.num_blocks, build.kv.block_size, build.limits.max_model_len)
 
 
 def _paged(config: object, build: Build) -> PagedAllocator:
