@@ -647,7 +647,7 @@ def test_steps_refused_for_fragmentation_are_counted_and_shown(capsys: pytest.Ca
     engine.run()
     recorder.flush()
     tables = recorder.tables()
-    summary = summarize(tables, PoolFacts(num_blocks=20, block_size=1, max_num_seqs=64))
+    summary = summarize(tables, PoolFacts(num_blocks=20, block_size=1, block_bytes=4, max_num_seqs=64))
     assert summary["fragmented_steps"] == 6
     (refused,) = [row for row in tables["decisions"].to_pylist() if row["reason"] == "FRAGMENTED"]
     assert (refused["first_step"], refused["last_step"]) == (2, 7)
