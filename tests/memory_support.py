@@ -12,7 +12,7 @@ from kvengine.core.shapes import KvShape, PrefixCacheConfig
 from kvengine.kv.host_pool import SwapPool
 from kvengine.kv.offload import Offload
 from kvengine.kv.prefix_index import PrefixIndex, sha256
-from kvengine.policies import Build, Eviction, Mechanism
+from kvengine.policies import Allocator, Build, Eviction, Mechanism
 from kvengine.registry import Registry, discover
 from kvengine.testing.engines import TestEngine
 from kvengine_plugins.allocators.paged import PagedAllocator
@@ -57,16 +57,23 @@ def compute(allocator: PagedAllocator, seq: Sequence, num_tokens: int) -> None:
 
 
 def finish(allocator: PagedAllocator, seq: Sequence) -> int:
-    """`seq` ended."""
-    freed = allocator.free(seq)
+    """`seq` ended; the blocks that this gave back."""
+    before = allocator.num_free_blocks
+    allocator.free(seq)
     seq.num_computed_tokens = 0
-    return freed
+    return allocator.num_free_blocks - before
+
+
+def index_of(allocator: Allocator) -> PrefixIndex:
+    """The index of a paged allocator that has one."""
+    assert isinstance(allocator, PagedAllocator)
+    assert allocator._cache is not None
+    return allocator._cache.index
 
 
 def state(allocator: PagedAllocator) -> dict[str, Hashable]:
     """All that an allocation may change: counts, references, the order in which blocks would be evicted."""
-    pool, index = allocator._pool, allocator._index
-    assert index is not None
+    pool, index = allocator._pool, index_of(allocator)
     ranks = [(rank, node.block) for rank, ticket, node in sorted(index._leaves) if ticket == node.ticket]
     nodes = [(node.key, node.block, node.last_used, node.num_hits) for node in index._by_key.values()]
     return {

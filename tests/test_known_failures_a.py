@@ -11,6 +11,7 @@ from memory_support import (
     compute,
     computed_tokens,
     finish,
+    index_of,
     paged,
     registry_with,
     sequence,
@@ -34,8 +35,8 @@ def test_a1_a_sequence_freed_twice_gives_its_blocks_once(cache):
     seq = sequence(range(12))
     compute(allocator, seq, 12)
     assert allocator.num_free_blocks == 5
-    assert allocator.free(seq) == 3
-    assert allocator.free(seq) == 0
+    assert finish(allocator, seq) == 3
+    assert finish(allocator, seq) == 0
     assert allocator.num_free_blocks == 8
     allocator.check_integrity([])
 
@@ -53,7 +54,7 @@ def test_a1_a_table_that_lists_a_block_twice_is_refused_whole(cache):
     assert allocator.num_free_blocks == 5
     seq.block_table.blocks = good
     allocator.check_integrity([seq])
-    assert allocator.free(seq) == 3
+    assert finish(allocator, seq) == 3
     allocator.check_integrity([])
 
 
@@ -71,8 +72,8 @@ def test_a1_variant_forks_that_end_in_any_order_free_each_block_once():
         left = list(family)
         for position, i in enumerate(order):
             freed = 3 if position == 3 else 0
-            assert allocator.free(family[i]) == freed
-            assert allocator.free(family[i]) == 0
+            assert finish(allocator, family[i]) == freed
+            assert finish(allocator, family[i]) == 0
             left.remove(family[i])
             allocator.check_integrity(left)
         assert allocator.num_free_blocks == 8
@@ -132,9 +133,9 @@ def test_a2_the_first_writer_copies_and_the_second_writes_in_place(first, cache)
     assert other.block_table.blocks[1] == tail
     for seq in (parent, child):
         assert source.next_token(slots_of(seq), seq) == checksum_output(seq.token_ids, 1)[0]
-    assert allocator.free(writer) == 1
+    assert finish(allocator, writer) == 1
     assert source.next_token(slots_of(other), other) == checksum_output(other.token_ids, 1)[0]
-    assert allocator.free(other) == 2
+    assert finish(allocator, other) == 2
     assert allocator.num_free_blocks == 8
     allocator.check_integrity([])
 
@@ -346,7 +347,7 @@ def test_a4_variant_a_policy_that_wants_the_head_gets_the_tail(seed):
         engine.add(f"filler{i}", [100 + draw.randrange(20)] * length, 1)
         engine.run()
         cached = engine.engine.context.allocator.num_cached_blocks
-        index = engine.engine.context.allocator._index  # pyright: ignore[reportAttributeAccessIssue]
+        index = index_of(engine.engine.context.allocator)
         of_first = sum(node.content.endswith(tail_of(node.depth)) for node in index._by_key.values())
         engine.add(f"again{i}", range(16), 1)
         engine.run()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from memory_support import assert_idle, cached_tokens, computed_tokens, paged_with, registry_with
+from memory_support import assert_idle, cached_tokens, computed_tokens, index_of, paged_with, registry_with
 
 from kvengine.core.errors import ConfigError
 from kvengine.core.shapes import PrefixCacheConfig
@@ -218,7 +218,7 @@ def test_b4_two_equal_prompts_of_one_step_hit_nothing_of_each_other():
     assert cached_tokens(engine)["R3"] == 8
     assert set(map(tuple, engine.outputs.values())) == {tuple(checksum_output(prompt_of(12), 3))}
     allocator = engine.engine.context.allocator
-    assert allocator.num_cached_blocks == len(allocator._index) == 3  # pyright: ignore[reportAttributeAccessIssue]
+    assert allocator.num_cached_blocks == len(index_of(allocator)) == 3
     assert_idle(engine)
 
 
