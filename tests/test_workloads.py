@@ -287,7 +287,7 @@ GOOD = b'{"prompt": "a"}\n'
     (b'{"prompt": "a"', "is not JSON: Expecting ',' delimiter at column 15"),
     (b"[" * 100_000, "is not JSON: "),
     (b'["prompt"]', "['prompt'] is not an object like {\"prompt\": \"...\"}"),
-    (b'{"promt": "a"}', "unknown key 'promt'; did you mean 'prompt'? choices: arrival_s, id, "),
+    (b'{"promt": "a"}', "unknown key 'promt'; did you mean 'prompt'? choices: arrival_s, cache_salt, id, "),
     (b'{"prompt": "a", "prompt": "b"}', "is not JSON: 'prompt' is there twice"),
     (b'{"prompt": 7}', "prompt=7: must be a string"),
     (b'{"prompt": "\\ud83d"}', "prompt='\\ud83d': must be a string, without half surrogate pairs"),
@@ -366,6 +366,23 @@ def test_every_field_of_a_line_reaches_the_request(write: Any) -> None:
     assert known.sampling == SamplingParams(temperature=0.5, top_k=8)
     assert known.arrival_ns == 250 * MS
     assert known.prompt is None
+
+
+def test_whose_request_it_is_and_whether_all_lengths_are_known(write: Any) -> None:
+    line = {"prompt": "a", "cache_salt": "pepper", "tenant": "acme"}
+    path = write([{**line, "output_tokens": 3}, {"prompt": "b", "output_tokens": 1}, line])
+    for workload in (
+        make("jsonl", path=path),
+        make("prompts", path=write([line, {"prompt": "b"}, line], "p.jsonl")),
+    ):
+        whose = [(r.cache_salt, r.tenant) for r in workload.requests()]
+        assert whose == [("pepper", "acme"), (None, None), ("pepper", "acme")]
+        assert not workload.knows_lengths
+    assert make("jsonl", path=path, num_requests=2).knows_lengths
+    assert not make("prompts").knows_lengths
+    assert not make("jsonl", path=write([{"prompt": "a"}, {"prompt": "a", "output_tokens": 1}])).knows_lengths
+    nothing = write([{"prompt": "a", "tenant": ""}])
+    assert refused("jsonl", path=nothing).problem == "line 1: tenant='': must be printable and not empty"
 
 
 def test_of_two_max_tokens_the_smaller_holds(write: Any) -> None:
@@ -475,7 +492,7 @@ def test_token_ids_need_no_tokenizer(write: Any) -> None:
     assert model.num_loads == 0
 
 
-@pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl"])
+@pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl", "chat", "tree", "mooncake"])
 def test_yaml_holds_every_setting_with_its_default(name: str) -> None:
     def check(values: dict[str, Any], default: Any) -> None:
         assert set(values) == {f.name for f in fields(default)}

@@ -75,7 +75,7 @@ class Request:
     cache_salt: str | None = None
     tenant: str | None = None
     fork_of: str | None = None
-    ordinal: int = 0
+    ordinal: int | None = None
     """Its place in the workload, from 0; the driver sets it, except for workloads that react."""
 
     @property

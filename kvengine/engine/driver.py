@@ -106,7 +106,7 @@ class Driver:
 
     def _send(self, request: Request) -> None:
         self.report.num_sent += 1
-        add = self._engine.add_request if request.fork_of is None else self._engine.fork  # pyright: ignore[reportAttributeAccessIssue]
+        add = self._engine.add_request if request.fork_of is None else self._engine.fork
         try:
             add(request)
         except RequestError as error:

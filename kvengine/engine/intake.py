@@ -41,7 +41,7 @@ class Intake:
 
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of `request`; RequestError, naming the limit and both numbers, if it cannot run."""
-        ordinal = self._num_requests
+        ordinal = self._num_requests if request.ordinal is None else request.ordinal
         self._num_requests += (
             1  # counted even if refused, so that the seeds of the others do not depend on it
         )

@@ -115,5 +115,9 @@ class Workload(Protocol):
 
     def after(self, output: RequestOutput, now_ns: int) -> Iterable[Request]:
         """Requests that follow from what `output` delivers, each at its own `arrival_ns` (from the start, like
-        those of `requests`, and not before `now_ns`). They count in `num_requests`."""
+        those of `requests`, and not before `now_ns`). They count in `num_requests`.
+
+        Since the order in which they are sent depends on timing, a workload that reacts sets the `ordinal` of
+        every request, by which two runs are paired and seeds derived.
+        """
         return ()

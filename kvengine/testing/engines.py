@@ -30,6 +30,14 @@ DEFAULT_POLICIES = {
 }
 
 
+def _choices(
+    policies: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The groups of a configuration, as files of conf/ would give them."""
+    names = {**DEFAULT_POLICIES, **policies}
+    return {kind: {"name": name, **settings.get(kind, {})} for kind, name in names.items()}
+
+
 class TestEngine:
     """An engine over the null executor with a StepLog; `run` drives it to the end and returns the outputs.
 
@@ -58,9 +66,6 @@ class TestEngine:
         self.log = StepLog()
         self.outputs: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, str] = {}
-        registry = registry or discover()
-        names = {**DEFAULT_POLICIES, **(policies or {})}
-        options = settings or {}
         config = EngineConfig(**{"max_model_len": 256, **engine_config})
         kv = KvShape(
             num_blocks=num_blocks,
@@ -69,9 +74,9 @@ class TestEngine:
             num_host_blocks=num_host_blocks,
             sliding_window=sliding_window,
         )
-        choices = {kind: {"name": name, **options.get(kind, {})} for kind, name in names.items()}
+        choices = _choices(policies or {}, settings or {})
         cache = prefix_cache or PrefixCacheConfig()
-        limits, parts = build_policies(registry, choices, config, kv, cache)
+        limits, parts = build_policies(registry or discover(), choices, config, kv, cache)
         self.engine = Engine(
             context=SchedulingContext(limits=limits, **parts),
             executor=NullExecutor(NullConfig(), block_size=block_size, source=source or ChecksumSource()),

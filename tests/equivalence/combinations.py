@@ -203,6 +203,7 @@ def _take(engine: Engine, outputs: list[RequestOutput], outcome: Outcome) -> Non
     engine.context.check_integrity()
     for output in outputs:
         place = output.sequence.request.ordinal
+        assert place is not None
         outcome.choices[output.choice].setdefault(place, []).extend(output.token_ids)
         if output.choice:
             continue

@@ -184,14 +184,12 @@ class ContiguousAllocator(Allocator):
     def fork(self, parent: Sequence, child: Sequence) -> None:
         raise AssertionError("a region has one owner")
 
-    def free(self, seq: Sequence) -> int:
+    def free(self, seq: Sequence) -> None:
         table = seq.block_table
-        if not table.blocks:
-            return 0
-        freed = self._arena.give_back(table.blocks[0])
-        self._num_owned_slots -= table.num_slots
+        if table.blocks:
+            self._arena.give_back(table.blocks[0])
+            self._num_owned_slots -= table.num_slots
         table.blocks, table.num_slots = [], 0
-        return freed
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         self._arena.check_integrity()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvengine.core.errors import ConfigError
 from kvengine.core.request import Request, SamplingParams
 from kvengine.policies import Build, Workload
 from kvengine.workloads.arrivals import ArrivalConfig, arrival_times, check_counts, chosen_seed, random_stream
 from kvengine.workloads.lengths import LengthConfig, lengths
+from kvengine_plugins.workloads.parts import check_no_stop_tokens, check_sampling, plain_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +34,7 @@ class SyntheticConfig:
         check_counts(self.num_requests, self.concurrency, self.arrival)
         self.prompt_len.check("workload.prompt_len")
         self.output_len.check("workload.output_len")
-        if self.sampling.stop_token_ids:
-            raise ConfigError(
-                "workload.sampling.stop_token_ids",
-                list(self.sampling.stop_token_ids),
-                "outputs of workload=synthetic have a known length, and no token ends them; drop it",
-            )
-
-
-def check_sampling(sampling: SamplingParams, build: Build) -> None:
-    """ConfigError `workload.sampling.NAME` for what the engine would refuse in every single request."""
-    assert build.model is not None
-    problem = sampling.problem(build.model.shape().vocab_size)
-    if problem:
-        name, rule = problem
-        raise ConfigError(f"workload.sampling.{name}", getattr(sampling, name), rule)
+        check_no_stop_tokens(self.sampling, "synthetic")
 
 
 class SyntheticWorkload(Workload):
@@ -79,7 +64,7 @@ class SyntheticWorkload(Workload):
     def requests(self) -> Iterator[Request]:
         """Each request as it is asked for; the same ones in every call."""
         config = self._config
-        vocabulary = np.setdiff1d(np.arange(self._shape.vocab_size), self._shape.eos_token_ids)
+        vocabulary = plain_vocabulary(self._shape)
         arrivals = arrival_times(config.arrival, self._seed)
         prompts = lengths(config.prompt_len, random_stream(self._seed, "prompt_len"))
         outputs = lengths(config.output_len, random_stream(self._seed, "output_len"))
