@@ -7,7 +7,7 @@ nothing is left at the end.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -38,6 +38,8 @@ class AdmitsFirst(ChunkedScheduler):
 
 REGISTRY = registry_with(allocator=paged_with(lambda data: sum(data) % 5))
 REGISTRY.add("scheduler", "admits_first", lambda config, build: AdmitsFirst(), summary="for tests")
+Mode = Literal["auto", "on", "off"]
+MODES: list[Mode] = ["auto", "on", "off"]
 SCHEDULERS = ("chunked", "continuous", "static", "admits_first")
 
 
@@ -71,7 +73,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.integers(1, 4))
     window = draw(st.sampled_from([None, None, None, 1, 3, 6]))
     host = draw(st.sampled_from([0, 0, 1, 3, 8, 40]))
-    mode = "auto" if window else draw(st.sampled_from(["auto", "on", "off"]))
+    mode: Mode = "auto" if window else draw(st.sampled_from(MODES))
     cache = PrefixCacheConfig(mode=mode, offload=bool(host) and draw(st.booleans()))
     colliding = window is None and mode == "auto" and not cache.offload and draw(st.booleans())
     return {
