@@ -42,7 +42,7 @@ def paged(
 ) -> PagedAllocator:
     """A paged allocator; with `host` evicted blocks go there."""
     kv = KvShape(num_blocks=num_blocks, block_size=block_size, dtype="fp32", sliding_window=window)
-    if not cache:
+    if not cache or window is not None:
         return PagedAllocator(kv)
     index = PrefixIndex(block_size, eviction or LruEviction(), hasher=hasher)
     return PagedAllocator(kv, index, Offload(index, host) if host else None)

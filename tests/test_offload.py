@@ -12,6 +12,7 @@ from memory_support import (
     compute,
     computed_tokens,
     finish,
+    index_of,
     paged,
     registry_with,
     sequence,
@@ -21,7 +22,7 @@ from kvengine.core.errors import ConfigError
 from kvengine.core.shapes import KvShape, PrefixCacheConfig
 from kvengine.kv.host_pool import SwapPool
 from kvengine.kv.offload import Offload
-from kvengine.kv.prefix_index import Node, PrefixIndex, PrefixPath
+from kvengine.kv.prefix_index import Node, PrefixIndex, PrefixPath, root_of
 from kvengine.policies import Build, SchedulingView
 from kvengine.registry import discover
 from kvengine.testing.engines import TestEngine
@@ -102,6 +103,23 @@ def test_part_of_a_prefix_is_on_the_device_and_the_rest_on_the_host():
     assert len(engine.log.steps[-1].swap_ins) == 2
     assert cached_tokens(engine)["again"] == 20
     assert_idle(engine)
+
+
+def test_a_hit_on_the_host_counts_like_any_other():
+    """So that lfu and lru know it: one hit, and used after everything before."""
+    host = SwapPool(4)
+    allocator = paged(2, host=host)
+    first, filler = sequence(range(9)), sequence(range(50, 59))
+    for seq in (first, filler, sequence(range(9))):
+        compute(allocator, seq, 8)
+        if seq is not first and seq is not filler:
+            break
+        finish(allocator, seq)
+    nodes = index_of(allocator).match(PrefixPath(root_of({"kv_dtype": "fp32"})), list(range(9)), 2)
+    assert [node.num_hits for node in nodes] == [1, 1]
+    filler_nodes = [node for node in index_of(allocator)._by_key.values() if node not in nodes]
+    assert len(filler_nodes) == 2
+    assert min(node.last_used for node in nodes) > max(node.last_used for node in filler_nodes)
 
 
 def test_bytes_are_moved_once_however_many_hit_the_same_blocks_in_a_step():
