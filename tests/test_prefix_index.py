@@ -291,6 +291,16 @@ def test_the_order_of_each_policy(eviction, uses, order):
     assert [evict(index) for _ in range(3)] == order
 
 
+@pytest.mark.parametrize(("eviction", "order"), [("lru", [20, 10]), ("fifo", [10, 20]), ("lfu", [20, 10])])
+def test_who_leaves_last_was_used_last(eviction, order):
+    """Published as 10, 20 and left as 20, 10."""
+    index = index_with(eviction)
+    first, second = publish(index, [1, 1], [10]), publish(index, [2, 2], [20])
+    leave(index, second)
+    leave(index, first)
+    assert [evict(index), evict(index)] == order
+
+
 def test_moments_are_unique_and_rise():
     index = three_chains("lru")
     use(index, 20)
