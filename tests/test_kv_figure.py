@@ -2,7 +2,7 @@
 
 Source: Kwon et al., SOSP 2023, figures 2 and 13: OPT-13B in 12 GiB of KV, ShareGPT lengths. Here the lengths are
 drawn: lognormal, those beyond 2,048 tokens dropped (as vLLM's benchmark scripts do), of such means that 161 in and
-338 out are left. `python tests/test_kv_figure.py [KEY=VALUE ...]` prints the rows of docs/fragmentation.md.
+338 out are left. `python tests/test_kv_figure.py [KEY=VALUE ...]` prints rows of docs/experiments/fragmentation.md.
 """
 
 from __future__ import annotations
