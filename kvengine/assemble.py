@@ -27,6 +27,9 @@ from kvengine.telemetry.config import TelemetryConfig
 CONTEXT_KINDS = ("allocator", "queue", "admission", "victim", "preemption")
 """Policies that the scheduling context needs besides the scheduler, in the order they are built."""
 
+DEFAULT_EVICTION = "lru"
+"""What conf/config.yaml chooses: no sign that somebody wants it."""
+
 GROUPS = ("engine", "kv", "prefix_cache", "telemetry", "debug", *KINDS)
 """Every group that a configuration consists of."""
 
@@ -104,15 +107,31 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
         executor=chosen["executor"],
-        notes=_notes(engine_config, chosen["executor"][1]),
+        notes=_notes(engine_config, chosen, cache, parts["allocator"]),
     )
 
 
-def _notes(engine: EngineConfig, executor: Any) -> tuple[str, ...]:
+def _notes(
+    engine: EngineConfig,
+    chosen: Mapping[str, tuple[Entry, Any]],
+    cache: PrefixCacheConfig,
+    allocator: Allocator,
+) -> tuple[str, ...]:
+    notes = []
+    executor = chosen["executor"][1]
     set_by_user = engine.gpu_memory_utilization != EngineConfig().gpu_memory_utilization
     if set_by_user and not (isinstance(executor, TorchConfig) and uses_gpu(executor)):
-        return ("engine.gpu_memory_utilization is unused without a GPU; the pool is kv_memory_bytes",)
-    return ()
+        notes.append("engine.gpu_memory_utilization is unused without a GPU; the pool is kv_memory_bytes")
+    if not allocator.caches:
+        eviction = chosen["eviction"][0].name
+        for word, is_set in (
+            (f"eviction={eviction}", eviction != DEFAULT_EVICTION),
+            ("prefix_cache.isolate_tenants", cache.isolate_tenants),
+            ("prefix_cache.offload", cache.offload),
+        ):
+            if is_set:
+                notes.append(f"{word} is unused: there is no prefix cache in this run")
+    return tuple(notes)
 
 
 def _pool(
@@ -127,9 +146,10 @@ def _pool(
         check_host_memory(kv, shape)
         return kv
     sized = engine.num_blocks is not None or engine.kv_memory_bytes is not None
-    return kv_shape(
-        kv_config, engine, shape, None if sized else gpu_kv_bytes(model, engine.gpu_memory_utilization)
-    )
+    default = None if sized else gpu_kv_bytes(model, engine.gpu_memory_utilization)
+    kv = kv_shape(kv_config, engine, shape, default)
+    check_host_memory(kv, shape, pool_on_gpu=True)
+    return kv
 
 
 def build_policies(

@@ -222,6 +222,7 @@ class Run:
         chosen = {kind: self._config[kind]["name"] for kind in ("scheduler", "allocator", "executor")}
         words = [f"model={self._plan.model.name}", *(f"{k}={v}" for k, v in chosen.items())]
         words.append(f"kv={self._plan.kv.dtype}")
+        words.append(f"prefix_cache={'on' if self._plan.context.allocator.caches else 'off'}")
         return " ".join(words) + ("" if status == "complete" else f"  ({status})")
 
     def _time_line(self) -> str:

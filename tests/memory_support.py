@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterable
 from itertools import count
 from typing import Any
@@ -15,6 +16,7 @@ from kvengine.kv.prefix_index import PrefixIndex, sha256
 from kvengine.policies import Allocator, Build, Eviction, Mechanism
 from kvengine.registry import Registry, discover
 from kvengine.testing.engines import TestEngine
+from kvengine.testing.sources import ChecksumSource
 from kvengine_plugins.allocators.paged import PagedAllocator
 from kvengine_plugins.evictions.lru import LruEviction
 
@@ -40,7 +42,7 @@ def paged(
 ) -> PagedAllocator:
     """A paged allocator; with `host` evicted blocks go there."""
     kv = KvShape(num_blocks=num_blocks, block_size=block_size, dtype="fp32", sliding_window=window)
-    if not cache:
+    if not cache or window is not None:
         return PagedAllocator(kv)
     index = PrefixIndex(block_size, eviction or LruEviction(), hasher=hasher)
     return PagedAllocator(kv, index, Offload(index, host) if host else None)
@@ -146,3 +148,29 @@ def assert_idle(engine: TestEngine) -> None:
     in_use = memory.host_pool.num_blocks - memory.host_pool.num_free
     assert in_use == len(context.allocator.host_blocks)
     context.check_integrity()
+
+
+def check_contents(engine: TestEngine, source: ChecksumSource) -> None:
+    """After a step: what is cached on the device or the host, and what is swapped out, is what it should be."""
+    context, slots = engine.engine.context, source._slots
+    size = context.allocator.block_size
+    for seq in context.waiting:
+        blocks = seq.block_table.host_blocks
+        first = -(-seq.num_computed_tokens // size) - len(blocks)
+        for place, block in enumerate(blocks, first):
+            filled = min(seq.num_computed_tokens - place * size, size)
+            there = [slots.get(-1 - (block * size + i)) for i in range(filled)]
+            positions = range(place * size, place * size + filled)
+            assert there == [(seq.token_ids[i], i) for i in positions], f"{seq}: place {place} on the host"
+    allocator = context.allocator
+    if not isinstance(allocator, PagedAllocator) or allocator._cache is None:
+        return
+    for node in allocator._cache.index._by_key.values():
+        tokens = array("q", node.content[-8 * size :])
+        expected = [(token, node.depth * size + i) for i, token in enumerate(tokens)]
+        if node.block is not None:
+            there = [slots.get(node.block * size + i) for i in range(size)]
+        else:
+            assert node.host_block is not None
+            there = [slots.get(-1 - (node.host_block * size + i)) for i in range(size)]
+        assert there == expected, f"the cached block at depth {node.depth}"

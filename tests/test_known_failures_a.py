@@ -227,6 +227,7 @@ def test_a2_variant_a_writer_preempted_in_its_plan_takes_its_copy_back():
     assert allocator.num_free_blocks == 0
     allocator.cancel_operations(child)
     assert child.block_table.blocks == parent.block_table.blocks
+    assert child.block_table.num_slots == 4, "its next token does not go to the shared tail"
     after = state(allocator)
     assert {key: after[key] for key in after if key != "free list"} == {
         key: before[key] for key in before if key != "free list"

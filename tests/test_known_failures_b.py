@@ -8,10 +8,24 @@ from __future__ import annotations
 import random
 
 import pytest
-from memory_support import assert_idle, cached_tokens, computed_tokens, index_of, paged_with, registry_with
+from memory_support import (
+    assert_idle,
+    cached_tokens,
+    compute,
+    computed_tokens,
+    index_of,
+    paged,
+    paged_with,
+    registry_with,
+    sequence,
+)
 
 from kvengine.core.errors import ConfigError
+from kvengine.core.plan import StepPlan
+from kvengine.core.sequence import SequenceState
 from kvengine.core.shapes import PrefixCacheConfig
+from kvengine.engine.memory import Memory
+from kvengine.kv.host_pool import SwapPool
 from kvengine.registry import discover
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import ChecksumSource, checksum_output
@@ -343,6 +357,69 @@ def test_b6_from_the_next_block_on_a_sequence_has_three_blocks(scheduler):
     assert set(in_use[3:-1]) <= {2, 3}
     assert engine.outputs["r"] == checksum_output(prompt_of(30), 60, window=8)
     assert_idle(engine)
+
+
+def test_b6_a_block_is_given_up_as_soon_as_no_later_token_sees_it_and_can_be_used_at_once():
+    """A window of 5 in a pool of 2 blocks of 4: token 8 sees 4..8, so that the first block is free for it."""
+    allocator = paged(2, window=5)
+    seq = sequence(range(20))
+    compute(allocator, seq, 8)
+    assert allocator.num_free_blocks == 0
+    compute(allocator, seq, 9)
+    assert (seq.block_table.num_dropped, allocator.num_free_blocks) == (1, 0)
+    compute(allocator, seq, 12)
+    compute(allocator, seq, 13)
+    assert (seq.block_table.num_dropped, allocator.num_owned_slots) == (2, 8)
+    assert allocator.num_saved_slots == 13 - 5
+    allocator.check_integrity([seq])
+
+
+def test_b6_a_victim_past_the_window_comes_back_from_the_host_with_the_window_only():
+    """Both are past a window of 5 with 3 blocks of 4 at most; who gives way takes along what the window sees."""
+    engine = windowed(
+        window=5,
+        num_blocks=9,
+        num_host_blocks=8,
+        registry=registry_with(),
+        policies={"preemption": "swap"},
+        max_num_batched_tokens=20,
+    )
+    engine.add("a", prompt_of(18), 16)
+    engine.add("b", prompt_of(18, 90), 16)
+    engine.run(max_steps=200)
+    assert engine.outputs == {
+        "a": checksum_output(prompt_of(18), 16, window=5),
+        "b": checksum_output(prompt_of(18, 90), 16, window=5),
+    }
+    assert_idle(engine)
+
+
+def test_b6_a_swapped_sequence_past_the_window_keeps_its_books():
+    """Through Memory alone: out with 2 of its 4 blocks, and in again with as many."""
+    allocator = paged(8, window=5)
+    memory = Memory(allocator, SwapPool(8))
+    memory.begin_plan(StepPlan(step=0, now_ns=0))
+    seq = sequence(range(16))
+    assert memory.enter(seq, 8) is None
+    for end in (8, 13):
+        assert memory.grow(seq, end) is None
+        memory.computed(seq, end - seq.num_computed_tokens)
+    assert seq.block_table.num_dropped == 1
+    assert memory.swap_out(seq) is None
+    assert len(seq.block_table.host_blocks) == 3
+    seq.state = SequenceState.SWAPPED
+    memory.check_integrity([], [seq])
+    plan = StepPlan(step=1, now_ns=0)
+    memory.begin_plan(plan)
+    assert memory.enter(seq, 14) is None
+    memory.finish_plan()
+    # Token 13 sees 9..13, so that of the host's blocks 1, 2 and 3 only the last two are wanted.
+    assert seq.block_table.num_dropped == 2
+    assert [block for _, block in plan.swap_ins] == seq.block_table.blocks[2:4]
+    memory.executed()
+    seq.state = SequenceState.RUNNING
+    memory.check_integrity([seq], [])
+    assert memory.num_slots_held == 13 - 8
 
 
 @pytest.mark.parametrize("num_blocks", [8, 9, 64])

@@ -390,7 +390,8 @@ def test_d5_golden_outputs_whatever_fits_the_host(scheduler, num_host_blocks, ca
         prefix_cache=PrefixCacheConfig(mode=cache),
     )
     recorder = ColumnRecorder()
-    engine.engine.recorder = Tee(engine.log, recorder)
+    tee: Any = Tee(engine.log, recorder)
+    engine.engine.recorder = tee
     for name, (prompt, _) in GOLDEN.items():
         engine.add(name, prompt, 8)
     engine.run(max_steps=100)
@@ -419,7 +420,8 @@ def test_d5_a_victim_that_finds_no_room_is_computed_again_beside_one_that_did():
     """Three requests of 8 and 8 tokens in 7 blocks of 4: c leaves with 2 blocks, then b, for which none is left."""
     engine = swapping_engine(2, block_size=4, num_blocks=7, prefix_cache=PrefixCacheConfig(mode="off"))
     recorder = ColumnRecorder()
-    engine.engine.recorder = Tee(engine.log, recorder)
+    tee: Any = Tee(engine.log, recorder)
+    engine.engine.recorder = tee
     prompts = {name: range(20 * i, 20 * i + 8) for i, name in enumerate("abc")}
     for name, prompt in prompts.items():
         engine.add(name, prompt, 8)

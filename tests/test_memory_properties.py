@@ -7,12 +7,12 @@ nothing is left at the end.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_support import assert_idle, paged_with, registry_with
+from memory_support import assert_idle, check_contents, paged_with, registry_with
 
 from kvengine.core.errors import RequestError
 from kvengine.core.shapes import PrefixCacheConfig
@@ -38,6 +38,8 @@ class AdmitsFirst(ChunkedScheduler):
 
 REGISTRY = registry_with(allocator=paged_with(lambda data: sum(data) % 5))
 REGISTRY.add("scheduler", "admits_first", lambda config, build: AdmitsFirst(), summary="for tests")
+Mode = Literal["auto", "on", "off"]
+MODES: list[Mode] = ["auto", "on", "off"]
 SCHEDULERS = ("chunked", "continuous", "static", "admits_first")
 
 
@@ -71,7 +73,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.integers(1, 4))
     window = draw(st.sampled_from([None, None, None, 1, 3, 6]))
     host = draw(st.sampled_from([0, 0, 1, 3, 8, 40]))
-    mode = "auto" if window else draw(st.sampled_from(["auto", "on", "off"]))
+    mode: Mode = "auto" if window else draw(st.sampled_from(MODES))
     cache = PrefixCacheConfig(mode=mode, offload=bool(host) and draw(st.booleans()))
     colliding = window is None and mode == "auto" and not cache.offload and draw(st.booleans())
     return {
@@ -100,8 +102,9 @@ def prompt_of(ask: Ask, ordinal: int) -> list[int]:
 class Load:
     """Drives an engine through its asks, and knows what every sequence must say."""
 
-    def __init__(self, engine: TestEngine) -> None:
+    def __init__(self, engine: TestEngine, source: ChecksumSource) -> None:
         self.engine = engine
+        self.source = source
         self.prompts: dict[str, list[int]] = {}
         self.aborted: dict[str, int] = {}
 
@@ -142,7 +145,9 @@ class Load:
             for ordinal, ask in enumerate(todo):
                 if ask.step == step:
                     self.act(ask, ordinal)
-            if not self.engine.step() and step > 8 and not self.engine.engine.has_unfinished:
+            worked = self.engine.step()
+            check_contents(self.engine, self.source)
+            if not worked and step > 8 and not self.engine.engine.has_unfinished:
                 return
         raise AssertionError(str(self.engine.engine.stalled()))
 
@@ -164,10 +169,9 @@ def test_every_load_has_its_outputs_and_leaves_nothing(scheduler):
     def serves(setup: dict[str, Any], todo: list[Ask]) -> None:
         policies = {**setup["policies"], "scheduler": scheduler}
         window = setup["sliding_window"]
-        engine = TestEngine(
-            registry=REGISTRY, source=ChecksumSource(window), **{**setup, "policies": policies}
-        )
-        load = Load(engine)
+        source = ChecksumSource(window)
+        engine = TestEngine(registry=REGISTRY, source=source, **{**setup, "policies": policies})
+        load = Load(engine, source)
         load.run(todo)
         load.check(window)
         assert all(step.pool.num_host_blocks <= setup["num_host_blocks"] for step in engine.log.steps)

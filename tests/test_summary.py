@@ -286,7 +286,8 @@ def test_shares_are_shares_and_disk_says_what_memory_says(
     assert figures["num_preemptions"] == test_engine.log.num_preemptions
     assert figures["num_steps"] == len(test_engine.log.steps)
     pool = [step.pool for step in test_engine.log.steps]
-    external = [state.num_free_blocks / facts(test_engine).num_blocks for state in pool]
+    size = facts(test_engine).num_blocks * facts(test_engine).block_size
+    external = [1 - state.num_slots_owned / size for state in pool]
     assert figures["kv_external_of_pool"] == mean_and_peak(sum(external) / len(external), max(external))
     assert figures["ttft_ms"]["p50"] > figures["queue_ms"]["p50"] >= 0
 

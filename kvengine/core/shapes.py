@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvengine.core.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -58,3 +60,8 @@ class PrefixCacheConfig:
     offload: bool = False
     host_bandwidth: float = 25e9
     recompute_rate: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("host_bandwidth", "recompute_rate"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"prefix_cache.{name}", getattr(self, name), "must be a positive number")

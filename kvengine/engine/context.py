@@ -131,9 +131,9 @@ class SchedulingContext:
     def num_running(self) -> int:
         return len(self.seats.running)
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, *, thorough: bool = True) -> None:
         """Raise AssertionError unless every block is accounted for by the live sequences."""
-        self.memory.check_integrity([*self.seats.running, *self.held], self.waiting)
+        self.memory.check_integrity([*self.seats.running, *self.held], self.waiting, thorough=thorough)
 
     # ---- what a policy sees (the contract is policies.SchedulingView)
 

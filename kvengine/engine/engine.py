@@ -89,7 +89,7 @@ class Engine:
         plan = self.context.plan(self.clock.now())
         self._note_aborted()
         if plan.is_idle:
-            self.context.check_integrity()
+            self.context.check_integrity(thorough=self._check_every_step)
             self.recorder.idle(plan)
             return Idle(plan.wake_at)
         result = self._execute(plan)

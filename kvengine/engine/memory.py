@@ -154,9 +154,11 @@ class Memory:
         blocks, seq.block_table.host_blocks = seq.block_table.host_blocks, []
         self._give_back_host(blocks)
 
-    def check_integrity(self, live: list[Sequence], waiting: Iterable[Sequence]) -> None:
+    def check_integrity(
+        self, live: list[Sequence], waiting: Iterable[Sequence], *, thorough: bool = True
+    ) -> None:
         """Raise AssertionError unless every block, and every token, is accounted for."""
-        self.allocator.check_integrity(live)
+        self.allocator.check_integrity(live, thorough=thorough)
         held = sum(seq.num_computed_tokens for seq in live)
         assert held == self.num_tokens, f"{held} tokens are held, {self.num_tokens} counted"
         assert 0 <= self.num_slots_held <= self.allocator.num_owned_slots, "more slots are held than owned"

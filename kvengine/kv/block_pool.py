@@ -110,13 +110,32 @@ class BlockPool:
         self._ref_counts[block] -= 1
         return not self._ref_counts[block]
 
+    def check_counts(self, tables: Iterable[list[int]], num_cached: int = 0) -> None:
+        """Raise AssertionError unless counts of the blocks that `tables` hold, and of all others, add up.
+
+        Costs O(blocks held); `check_integrity` looks at every block.
+        """
+        held = self._held(tables)
+        refs = self._ref_counts
+        wrong = {block: (count, refs[block]) for block, count in held.items() if count != refs[block]}
+        assert not wrong, f"blocks of which (held, counted) differ: {wrong}"
+        total = self.num_free + num_cached + len(held)
+        assert total == self.num_blocks, (
+            f"free, cached and held blocks add up to {total}, not {self.num_blocks}"
+        )
+
+    def _held(self, tables: Iterable[list[int]]) -> Counter[int]:
+        """How often each block is held or pinned."""
+        held = Counter(block for table in tables for block in table)
+        held.update(self._pins)
+        return held
+
     def check_integrity(self, tables: Iterable[list[int]], cached: Collection[int] = ()) -> None:
         """Raise AssertionError unless reference counts equal what `tables` hold plus pins, and the rest is free.
 
         `cached` are the blocks that are kept with reference count 0. Costs O(pool).
         """
-        held = Counter(block for table in tables for block in table)
-        held.update(self._pins)
+        held = self._held(tables)
         refs = self._ref_counts
         surplus = {b: n - held[b] for b, n in enumerate(refs) if n > held[b]}
         deficit = {b: n - refs[b] for b, n in held.items() if n > refs[b]}

@@ -22,6 +22,8 @@ class Allocator(Protocol):
     block_size: int
     shares: bool = False
     """Whether a sequence can be forked and blocks be cached."""
+    caches: bool = False
+    """Whether blocks that nobody holds are kept for equal prefixes."""
     grows: bool = False
     """Whether a running sequence asks for more as it gets longer (so that preemption can happen)."""
     needs_lengths: bool = False
@@ -110,10 +112,11 @@ class Allocator(Protocol):
         """Give back all blocks of `seq`, emptying its table."""
         ...
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+    def check_integrity(self, sequences: Iterable[Sequence], *, thorough: bool = True) -> None:
         """Raise AssertionError unless the tables of `sequences` (all live ones) account for the pool.
 
-        Called when the engine is idle, and after every step under debug.integrity.
+        Called after every step under debug.integrity, and, not `thorough`, whenever the engine is idle: then only
+        what costs as much as the blocks in use must be checked.
         """
         ...
 

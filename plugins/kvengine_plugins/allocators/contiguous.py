@@ -191,7 +191,7 @@ class ContiguousAllocator(Allocator):
             self._num_owned_slots -= table.num_slots
         table.blocks, table.num_slots = [], 0
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+    def check_integrity(self, sequences: Iterable[Sequence], *, thorough: bool = True) -> None:
         self._arena.check_integrity()
         regions, owned = {}, 0
         for seq in sequences:
