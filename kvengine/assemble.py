@@ -94,7 +94,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     build = replace(build, limits=limits)
     build = replace(build, attention=make(chosen["attention"], build))
     workload = make(chosen["workload"], build)
-    check_known_lengths(chosen["allocator"][0].name, parts["allocator"], chosen["workload"][0].name, workload)
+    check_pair(chosen["allocator"][0].name, parts["allocator"], chosen["workload"][0].name, workload)
     return Blueprint(
         engine_config=engine_config,
         limits=limits,
@@ -204,16 +204,20 @@ def make(choice: tuple[Entry, Any], build: Build) -> Any:
     return made
 
 
-def check_known_lengths(
-    allocator_name: str, allocator: Allocator, workload_name: str, workload: Workload
-) -> None:
-    """ConfigError when the allocator reserves by output lengths that the workload does not know."""
+def check_pair(allocator_name: str, allocator: Allocator, workload_name: str, workload: Workload) -> None:
+    """ConfigError when the workload needs what the allocator cannot do, or does not know what that needs."""
     if allocator.needs_lengths and not workload.knows_lengths:
         raise ConfigError(
             "allocator",
             allocator_name,
             f"reserves by the true output length, which workload={workload_name} does not know; "
             "take workload=synthetic, or allocator=contiguous_max",
+        )
+    if workload.forks and not allocator.shares:
+        raise ConfigError(
+            "workload",
+            workload_name,
+            f"branches live requests, and allocator={allocator_name} does not share blocks; take allocator=paged",
         )
 
 

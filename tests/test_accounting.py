@@ -312,10 +312,6 @@ def test_every_step_is_what_the_slots_say(monkeypatch, name, scheduler, kind):
         assert told == ours, step
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a fork takes the unwritten slots of the shared tail out of its leader's table, so that nobody notes them",
-)
 @pytest.mark.parametrize("kind", ["ended", "aborted"])
 def test_slots_of_a_shared_tail_that_nobody_writes_are_internal(kind):
     """6 slots of a block of 16 are owned from the first chunk of 8 tokens on, and the two choices end, or are

@@ -290,15 +290,7 @@ def came_back_and_left(preemption: str) -> tuple[TestEngine, ChecksumSource]:
     return engine, source
 
 
-STALE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a victim's blocks are swapped out before the swap-ins of the same plan fill them: its KV on the host is "
-    "whatever lay there",
-)
-
-
-@pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=STALE)])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_a_victim_that_the_same_plan_brought_back_from_the_host(preemption):
     """Its blocks get their content by the plan's swap-ins, after the swap-outs."""
     engine, source = came_back_and_left(preemption)

@@ -9,7 +9,7 @@ from kvengine.core.reasons import Reason
 
 ADVICE: dict[str, str] = {
     Reason.MAX_NUM_SEQS: "all seats were taken; try a higher max_num_seqs if P99 latency allows",
-    Reason.NO_BLOCKS: "KV memory was short; try a larger kv_memory_bytes, kv=fp8, or allocator=paged",
+    Reason.NO_BLOCKS: "KV memory was short; try a larger kv_memory_bytes, kv=fp8, or (if not in use) allocator=paged",
     Reason.FRAGMENTED: "free KV memory lay in pieces too small; try allocator=paged",
     Reason.NO_TOKEN_BUDGET: "the token budget of a step was spent; try a higher max_num_batched_tokens",
     Reason.AFTER_PREEMPTION: "KV memory ran out while running; try a lower max_num_seqs or a larger pool",

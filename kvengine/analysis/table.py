@@ -55,6 +55,8 @@ def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | N
     for words, summary, status in runs:
         name = [word for word in words if word not in common] or ["(no overrides)"]
         ended = [] if status == "complete" else [status]
+        if summary and summary["num_rejected"]:
+            ended.append(f"({summary['num_rejected']:,} refused)")
         cells = [_SWEEP_COLUMNS[label](summary) if summary else "-" for label in labels]
         rows.append(("\n".join(name + ended), cells))
     if console.width < NARROW:

@@ -286,7 +286,7 @@ class SchedulingContext:
             self.token_budget_left += victim.num_scheduled_tokens
             victim.num_scheduled_tokens = 0
         action = Action.PREEMPT
-        if self._preemption.mechanism(victim) is Mechanism.SWAP and lost:
+        if self._preemption.mechanism(victim) is Mechanism.SWAP and self.memory.has_own_kv(victim):
             refusal = self.memory.swap_out(victim)
             if refusal is None:
                 action = Action.SWAP_OUT

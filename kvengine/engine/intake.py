@@ -90,7 +90,10 @@ class Intake:
     def _check_prompt(self, request: Request) -> None:
         if not request.prompt_token_ids:
             raise RequestError(request.id, "the prompt is empty")
-        for token in request.prompt_token_ids:
+        prompt = request.prompt_token_ids
+        if min(prompt) >= 0 and max(prompt) < self._vocab_size:
+            return
+        for token in prompt:
             if not 0 <= token < self._vocab_size:
                 raise RequestError(
                     request.id, f"prompt token {token} is outside the vocabulary 0..{self._vocab_size - 1}"

@@ -36,6 +36,8 @@ class Memory:
         self._swap_outs: list[tuple[int, int]] = []
         self._resumed: dict[Sequence, _Resumed] = {}
         """Who comes back from the host in this plan."""
+        self._entered: set[Sequence] = set()
+        """Who was waiting when this plan began."""
         self._operations = MemoryOperations()
 
     @property
@@ -45,6 +47,7 @@ class Memory:
 
     def begin_plan(self, plan: StepPlan) -> None:
         self._plan = plan
+        self._entered.clear()
 
     def finish_plan(self) -> None:
         """Put all copies that were asked for into the plan."""
@@ -84,6 +87,7 @@ class Memory:
         if table.host_blocks:
             self._resumed[seq] = _Resumed(table.host_blocks, seq.num_computed_tokens, cached)
             table.host_blocks = []
+        self._entered.add(seq)
         seq.num_computed_tokens = start
         self.num_tokens += start
         table.since = self._plan.step
@@ -92,9 +96,9 @@ class Memory:
     def grow(self, seq: Sequence, num_tokens: int) -> Refusal | None:
         """Give a running sequence `num_tokens` writable slots; None on success."""
         table = seq.block_table
-        before = table.num_slots
+        before, num_blocks, tail = table.num_slots, len(table.blocks), table.blocks[-1:]
         refusal = self.allocator.allocate(seq, num_tokens)
-        if refusal is None:
+        if refusal is None and (len(table.blocks) > num_blocks or table.blocks[-1:] != tail):
             if before > seq.num_computed_tokens:
                 table.earlier.append((table.since, before))
             table.since = self._plan.step
@@ -105,7 +109,7 @@ class Memory:
         self.allocator.fork(parent, child)
         child.num_computed_tokens = child.num_cached_tokens = parent.num_computed_tokens
         child.num_computed_peak = parent.num_computed_tokens
-        child.block_table.since = self._plan.step
+        child.block_table.since = parent.block_table.since  # of the tail, which the last of them answers for
         self.num_tokens += child.num_computed_tokens
 
     def computed(self, seq: Sequence, num_tokens: int) -> None:
@@ -113,6 +117,10 @@ class Memory:
         seq.num_computed_tokens += num_tokens
         self.num_tokens += num_tokens
         self.allocator.publish(seq)
+
+    def has_own_kv(self, seq: Sequence) -> bool:
+        """Whether KV would be lost if `seq` left now: what it only found cached in this plan would not."""
+        return seq.num_computed_tokens > 0 and (seq not in self._entered or seq in self._resumed)
 
     def swap_out(self, seq: Sequence) -> Refusal | None:
         """Move the KV of `seq` to the host and free its device blocks; where it does not fit, do nothing."""
@@ -141,7 +149,7 @@ class Memory:
         if seq in self._resumed:
             self._give_back_host(self._resumed.pop(seq).host_blocks)
         if table.blocks:
-            for since, slots in (*table.earlier, (table.since, table.num_slots)):
+            for since, slots in (*table.earlier, (table.since, self.allocator.num_own_slots(seq))):
                 if slots > seq.num_computed_tokens and since < self._plan.step:
                     self._plan.unwritten.append((seq, since, slots - seq.num_computed_tokens))
             table.earlier = []

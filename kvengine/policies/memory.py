@@ -94,8 +94,13 @@ class Allocator(Protocol):
         """Let `child`, which has no blocks, share those with the computed tokens of `parent`. Never fails."""
         raise AssertionError(f"{type(self).__name__} does not share")
 
+    def num_own_slots(self, seq: Sequence) -> int:
+        """Slots of `seq`, computed or not, up to the first that another sequence holds too and nobody wrote."""
+        return seq.block_table.num_slots
+
     def publish(self, seq: Sequence) -> None:
-        """The KV of the computed tokens of `seq` is written: others may hit its full blocks from now on."""
+        """The KV of the computed tokens of `seq` is written: others may hit its full blocks from now on, and
+        what no token to come attends to may be given up."""
 
     def cancel_operations(self, seq: Sequence) -> None:
         """`seq` leaves the plan being made: drop the copies into its blocks as if they were never asked for."""

@@ -108,6 +108,8 @@ class Workload(Protocol):
     concurrency: int | None
     knows_lengths: bool = False
     """Whether every request has `known_output_tokens`."""
+    forks: bool = False
+    """Whether it branches live requests, so that the allocator must share blocks."""
     reacts: bool = False
     """Whether `after` is to be called."""
 

@@ -57,7 +57,7 @@ class ColumnRecorder:
         began = time.perf_counter_ns()
         prefill = decode = sampled = 0
         for row in plan.rows:
-            sampled += row.samples
+            sampled += row.samples * (1 + len(row.forks))
             if row.samples and row.num_tokens == 1 and row.start >= row.seq.num_prompt_tokens:
                 decode += 1
             else:

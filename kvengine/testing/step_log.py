@@ -40,7 +40,7 @@ class StepLog:
             LoggedStep(
                 step=plan.step,
                 scheduled={row.seq.id: row.num_tokens for row in plan.rows},
-                sampled=tuple(row.seq.id for row in plan.rows if row.samples),
+                sampled=tuple(seq.id for row in plan.rows if row.samples for seq in (row.seq, *row.forks)),
                 preempted=tuple(seq.id for seq in plan.preempted),
                 num_idle_rows=len(plan.idle_rows),
                 num_padding_tokens=plan.padding_tokens,

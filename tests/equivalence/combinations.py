@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from greedy_reference import Ask
+from greedy_reference import Answer, Ask
 
 from kvengine.assemble import blueprint
 from kvengine.core.limits import EngineLimits
@@ -182,6 +182,24 @@ def configured(
         sampling = config["workload"].get("sampling", {"temperature": 0.0})
         config["workload"]["sampling"] = {**sampling, "n": combination.num_choices}
     return config
+
+
+def with_lengths(
+    config: dict[str, Any],
+    combination: Combination,
+    asks: Sequence[Ask],
+    answers: Sequence[Answer],
+    path: Path,
+) -> dict[str, Any]:
+    """`config`, with a workload of `asks` that says how long each answer is where the allocator wants to know."""
+    if not _allocator(combination.allocator, REGISTRY).needs_lengths:
+        return config
+    lines = [
+        json.dumps({"prompt_token_ids": ask.prompt, "output_tokens": len(answer.tokens)})
+        for ask, answer in zip(asks, answers, strict=True)
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return config | {"workload": {"name": "jsonl", "path": str(path)}}
 
 
 def serve(config: Mapping[str, Any]) -> Outcome:

@@ -4,7 +4,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from combinations import REGISTRY, Combination, configured, every_combination, serve
+from combinations import (
+    REGISTRY,
+    Combination,
+    configured,
+    covering,
+    every_combination,
+    serve,
+    with_lengths,
+)
 from greedy_reference import SEQUENCES_PER_NARROW, Answer, Ask, differences, generate, load, num_narrow
 from transformers import PreTrainedTokenizerFast
 
@@ -17,6 +25,12 @@ pytestmark = pytest.mark.slow
 MAX_NEW_TOKENS = 48
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 24
+
+EVERY = every_combination(attentions=["sdpa"])
+COMBINATIONS = [c for c in EVERY if c.allocator == "paged"] + covering(
+    [c for c in EVERY if c.allocator != "paged"], offset=0
+)
+"""All of the paged allocator, and enough of the others to pair each with everything else."""
 
 
 class Demo(NamedTuple):
@@ -61,14 +75,20 @@ def test_the_reference_is_sure(demo: Demo, capsys: pytest.CaptureFixture[str]) -
     assert narrow <= 1
 
 
-@pytest.mark.parametrize("combination", every_combination(attentions=["sdpa"]), ids=str)
-def test_tokens_equal(combination: Combination, demo: Demo, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = serve(configured(demo.config, combination, demo.asks, MAX_MODEL_LEN))
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+def test_tokens_equal(
+    combination: Combination, demo: Demo, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = configured(demo.config, combination, demo.asks, MAX_MODEL_LEN)
+    config = with_lengths(config, combination, demo.asks, demo.answers, tmp_path / "lengths.jsonl")
+    outcome = serve(config)
     differ = [line for outputs in outcome.choices for line in differences(demo.answers, outputs)]
     with capsys.disabled():
         same = len(demo.asks) - len(differ)
         print(f"\n{combination}: {same} of {len(demo.asks)} identical", end="", flush=True)
-        print(f", {len(outcome.log.steps)} steps, {outcome.log.num_preemptions} preemptions", flush=True)
+        print(f", {len(outcome.log.steps)} steps, {outcome.log.num_preemptions} preemptions", end="")
+        moved = ", ".join(f"{outcome.moved(kind)} {kind}" for kind in ("copies", "swap_outs", "swap_ins"))
+        print(f", {moved}", flush=True)
     assert not differ
     if combination.scarce and outcome.ran_together and not combination.shared:
         assert outcome.log.num_preemptions, "the pool was not scarce"

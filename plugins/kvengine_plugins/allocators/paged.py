@@ -95,7 +95,7 @@ class PagedAllocator(Allocator):
         if table.blocks:
             return max(0, total - len(table.blocks)) + self._copies_tail(table)
         held = sum(
-            node.block is not None and self._pool.num_tables(node.block) > 0 for node in self._match(seq)
+            node.block is not None and self._pool.ref_count(node.block) > 0 for node in self._match(seq)
         )
         return total - held - self._num_out_of_window(seq)
 
@@ -109,7 +109,7 @@ class PagedAllocator(Allocator):
             return self._begin(seq, num_tokens)
         size = self.block_size
         missing = -(-num_tokens // size) - len(blocks)
-        if self._window is not None or table.num_slots < len(blocks) * size:
+        if table.num_slots < len(blocks) * size:
             return self._grow(seq, max(missing, 0))
         pool = self._pool
         if missing > pool.num_free:
@@ -136,8 +136,14 @@ class PagedAllocator(Allocator):
         self._pool.hold(live)
         self._num_saved_slots += computed
 
+    def num_own_slots(self, seq: Sequence) -> int:
+        table = seq.block_table
+        return table.num_slots if self._copies_tail(table) else len(table.blocks) * self.block_size
+
     def publish(self, seq: Sequence) -> None:
         cache, path, table = self._cache, seq.block_table.prefix, seq.block_table
+        if self._window is not None:
+            self._drop_front(table, table.blocks[table.num_dropped : self._num_out_of_window(seq)])
         if cache is None or path is None:
             return
         num_full = seq.num_computed_tokens // self.block_size
@@ -245,14 +251,11 @@ class PagedAllocator(Allocator):
         table.blocks.append(node.block)
 
     def _grow(self, seq: Sequence, missing: int) -> Refusal | None:
-        """`missing` more blocks, a copy of the tail if it is shared, less what fell out of the window."""
-        table, pool, size = seq.block_table, self._pool, self.block_size
+        """`missing` more blocks, and a copy of the tail if it is shared."""
+        table, size = seq.block_table, self.block_size
         copies = self._copies_tail(table)
-        out = table.blocks[table.num_dropped : self._num_out_of_window(seq)]
-        given_up = sum(pool.ref_count(block) == 1 for block in out)
-        if missing + copies > self.num_free_blocks + given_up:
+        if missing + copies > self.num_free_blocks:
             return self._no_blocks(missing + copies)
-        self._drop_front(table, out)
         new = self._take(missing + copies)
         if copies:
             self._copy_tail(seq, new.pop())

@@ -83,6 +83,7 @@ class TreeWorkload(Workload):
 
     knows_lengths = True
     reacts = True
+    forks = True
     concurrency = None
 
     def __init__(self, config: TreeConfig, build: Build) -> None:
