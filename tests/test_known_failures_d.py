@@ -36,10 +36,6 @@ def assert_whole_and_free(engine: TestEngine, num_sequences: int, num_new: int) 
         assert seq.num_output_tokens == num_new
         assert engine.outputs[seq.id] == seq.token_ids[seq.num_prompt_tokens :]
         sampled_in = [step.step for step in engine.log.steps if seq.id in step.sampled]
-        if len(sampled_in) < num_new:  # forked: its first token comes from the row of its leader's prompt
-            assert seq.choice > 0
-            leader = f"{seq.request.id}/0"
-            sampled_in.insert(0, next(step.step for step in engine.log.steps if leader in step.sampled))
         assert len(sampled_in) == num_new
         runs = [step for first, length in seq.token_runs for step in range(first, first + length)]
         assert runs == sampled_in

@@ -169,7 +169,11 @@ def test_the_published_traces_are_well_formed(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "hits", "num_ids"), [("conversation", 105_592, 288_500), ("synthetic", 77_740, 121_877)]
+    ("name", "hits", "num_ids"),
+    [
+        pytest.param("conversation", 105_592, 288_500, marks=pytest.mark.slow),
+        ("synthetic", 77_740, 121_877),
+    ],
 )
 def test_the_published_hit_rate_is_that_of_full_blocks_over_all_hash_ids(name, hits, num_ids):
     """36.6% and 63.8%: blocks of 512 whose whole prefix some earlier prompt had, by the tokens themselves."""

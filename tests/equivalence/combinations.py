@@ -143,6 +143,8 @@ class Outcome:
     choices: list[dict[int, list[int]]]
     finish_reasons: dict[int, str]
     log: StepLog
+    windowed: bool
+    """Whether blocks behind a sliding window were given up: then fewer are needed than the longest request has."""
 
     @property
     def ran_together(self) -> bool:
@@ -168,7 +170,7 @@ def configured(
     config = deepcopy(dict(base))
     config |= {kind: {"name": getattr(combination, kind)} for kind in ("scheduler", "allocator", "attention")}
     config["kv"]["block_size"] = combination.block_size
-    config["prefix_cache"] = {"mode": "on" if combination.shared else "off"}
+    config["prefix_cache"] = {"mode": "auto" if combination.shared else "off"}
     longest = max(len(ask.prompt) + ask.max_tokens - 1 for ask in asks)
     slots = longest if combination.scarce else 8 * max_model_len
     config["engine"] |= {
@@ -206,7 +208,8 @@ def serve(config: Mapping[str, Any]) -> Outcome:
     """Run `config` to its end, every request served and every block accounted for after every step."""
     plan = blueprint(config, REGISTRY)
     num_choices = config["workload"].get("sampling", {}).get("n", 1)
-    outcome = Outcome([{} for _ in range(num_choices)], {}, StepLog())
+    windowed = plan.kv.sliding_window is not None
+    outcome = Outcome([{} for _ in range(num_choices)], {}, StepLog(), windowed)
     engine = plan.engine(outcome.log)
     report = Driver(engine, plan.workload, on_outputs=lambda outputs: _take(engine, outputs, outcome)).run()
     engine.close()
