@@ -94,7 +94,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     build = replace(build, limits=limits)
     build = replace(build, attention=make(chosen["attention"], build))
     workload = make(chosen["workload"], build)
-    check_pair(chosen["allocator"][0].name, parts["allocator"], chosen["workload"][0].name, workload)
+    check_together({kind: chosen[kind][0].name for kind in KINDS}, parts, workload)
     return Blueprint(
         engine_config=engine_config,
         limits=limits,
@@ -107,7 +107,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
         executor=chosen["executor"],
-        notes=_notes(engine_config, chosen, cache, parts["allocator"]),
+        notes=_notes(engine_config, chosen, cache, parts["allocator"], kv),
     )
 
 
@@ -116,6 +116,7 @@ def _notes(
     chosen: Mapping[str, tuple[Entry, Any]],
     cache: PrefixCacheConfig,
     allocator: Allocator,
+    kv: KvShape,
 ) -> tuple[str, ...]:
     notes = []
     executor = chosen["executor"][1]
@@ -131,6 +132,9 @@ def _notes(
         ):
             if is_set:
                 notes.append(f"{word} is unused: there is no prefix cache in this run")
+    offloads = cache.offload and allocator.caches
+    if kv.num_host_blocks and not offloads and chosen["preemption"][0].name == "recompute":
+        notes.append("the host pool is unused: preemption=recompute swaps nothing, and nothing is offloaded")
     return tuple(notes)
 
 
@@ -173,7 +177,7 @@ def build_policies(
             f"allocator={config['allocator']['name']} does not share blocks; take allocator=paged, or auto"
         )
         raise ConfigError("prefix_cache", "on", problem)
-    return limits, {"scheduler": scheduler, "host_pool": host_pool, **parts}
+    return limits, {"scheduler": scheduler, "eviction": build.eviction, "host_pool": host_pool, **parts}
 
 
 def choose(registry: Registry, config: Mapping[str, Any], kind: str) -> tuple[Entry, Any]:
@@ -204,21 +208,25 @@ def make(choice: tuple[Entry, Any], build: Build) -> Any:
     return made
 
 
-def check_pair(allocator_name: str, allocator: Allocator, workload_name: str, workload: Workload) -> None:
-    """ConfigError when the workload needs what the allocator cannot do, or does not know what that needs."""
+def check_together(names: Mapping[str, str], parts: Mapping[str, Any], workload: Workload) -> None:
+    """ConfigError when the workload needs what a policy cannot do, or does not know what a policy needs.
+
+    `names` are the choices by kind, `parts` the policies of the context by kind.
+    """
+    allocator, scheduler = parts["allocator"], parts["scheduler"]
     if allocator.needs_lengths and not workload.knows_lengths:
         raise ConfigError(
             "allocator",
-            allocator_name,
-            f"reserves by the true output length, which workload={workload_name} does not know; "
+            names["allocator"],
+            f"reserves by the true output length, which workload={names['workload']} does not know; "
             "take workload=synthetic, or allocator=contiguous_max",
         )
     if workload.forks and not allocator.shares:
-        raise ConfigError(
-            "workload",
-            workload_name,
-            f"branches live requests, and allocator={allocator_name} does not share blocks; take allocator=paged",
-        )
+        problem = f"allocator={names['allocator']} does not share blocks; take allocator=paged"
+        raise ConfigError("workload", names["workload"], f"branches live requests, and {problem}")
+    if workload.forks and scheduler.delivers_at_batch_end:
+        problem = f"scheduler={names['scheduler']} delivers nothing before they have ended; take scheduler.deliver=token"
+        raise ConfigError("workload", names["workload"], f"branches live requests, and {problem}")
 
 
 def check_model_len(engine: EngineConfig, model_name: str, shape: ModelShape) -> None:

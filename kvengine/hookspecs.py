@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from kvengine.registry import Registry
 
 API_VERSION = 1
-"""Raised when a contract in policies.py changes; a plug-in states the one it was written for."""
+"""Raised when a contract in kvengine/policies changes; a plug-in states the one it was written for."""
 
 hookspec = pluggy.HookspecMarker("kvengine")
 hookimpl = pluggy.HookimplMarker("kvengine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -40,12 +41,15 @@ from kvengine.core.errors import (
     choices_hint,
 )
 from kvengine.overrides import HYDRA_ERRORS, LIMITS, expand, explain, flatten, key_of
-from kvengine.registry import discover
+from kvengine.registry import KINDS, discover
 from kvengine.run import Run
 
 FLAGS_WITHOUT_RUN = (
     "--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
 )  # fmt: skip
+CHOOSABLE = ("kv", "prefix_cache", "telemetry", "experiment", *KINDS)
+"""Groups of which one choice is taken by its name."""
+
 MULTIRUN_FLAGS = ("-m", "--multirun")
 OTHER_FLAGS = (
     "--resolve", "--package", "-p", "--run", "-r", "--config-path", "-cp", "--config-name", "-cn",
@@ -97,12 +101,34 @@ def _check(overrides: list[str], sweeps: bool) -> tuple[list[bool], list[str]]:
             own += axes
             for variant in variants(own) if sweeps else [own]:
                 checked.append(blueprint(compose(variant), registry).telemetry.record)
+        except ValueError as error:  # Hydra's for a group that is given a bool, a number or null
+            raise _no_choice(own) or error from error
         except HYDRA_ERRORS as error:
-            wrong = explain(error, overrides, [*flatten(compose([])), *LIMITS])
+            wrong = explain(error, overrides, [*flatten(compose(_choices(own, compose))), *LIMITS])
             raise ConfigError(
                 wrong.key, wrong.value, wrong.problem + registry.broken_hint(wrong.value)
             ) from error
     return checked, axes
+
+
+def _choices(own: list[str], compose: Callable[[list[str]], Any]) -> list[str]:
+    """The words that choose a group, as far as they exist: what else may be set depends on them."""
+    groups = [word for word in own if key_of(word) in CHOOSABLE and "," not in word]
+    try:
+        compose(groups)
+    except (*HYDRA_ERRORS, ValueError):
+        return []
+    return groups
+
+
+def _no_choice(own: list[str]) -> ConfigError | None:
+    """The error over the first group that is given what can be no name of a choice."""
+    for word in own:
+        key, _, value = word.partition("=")
+        if key in CHOOSABLE and re.fullmatch(r"(?i)true|false|null|[-+.\d_]+(e\d+)?", value.split(",")[0]):
+            names = sorted(file.stem for file in (conf_dir() / key).glob("*.yaml"))
+            return ConfigError(key, value, f"no such {key}; {choices_hint(value, names)}")
+    return None
 
 
 def _single(argv: list[str], overrides: list[str], checked: list[bool]) -> int:

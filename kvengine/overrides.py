@@ -35,6 +35,8 @@ _CHUNKING = {
     "no": "continuous",
 }
 
+_ON_OFF = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no": "off"}
+
 
 def expand(words: Iterable[str]) -> list[str]:
     """The overrides with short names of limits written out.
@@ -51,6 +53,8 @@ def _expand_one(word: str, picks_scheduler: bool) -> str:
     key, equals, value = word.partition("=")
     if not equals:
         return word
+    if key == "prefix_cache":
+        return f"{key}=" + ",".join(_ON_OFF.get(choice.lower(), choice) for choice in value.split(","))
     if key == "executor":
         return "executor=" + re.sub(r"(?:(?<=^)|(?<=,))null(?=,|$)", "'null'", value)
     long = LIMITS.get(key, key)

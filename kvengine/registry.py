@@ -17,7 +17,7 @@ KINDS = (
     "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "attention",
     "executor", "workload", "model",
 )  # fmt: skip
-"""Every plug-in kind; each has a contract in policies.py and a config group of the same name."""
+"""Every plug-in kind; each has a contract in kvengine/policies and a config group of the same name."""
 
 ENTRY_POINT_GROUP = "kvengine.plugins"
 
@@ -138,7 +138,7 @@ def _load(point: importlib.metadata.EntryPoint) -> Registry:
     if version != hookspecs.API_VERSION:
         raise RuntimeError(
             f"states KVENGINE_API={version}, this is {hookspecs.API_VERSION}: "
-            f"set KVENGINE_API = {hookspecs.API_VERSION} once it satisfies kvengine/policies.py"
+            f"set KVENGINE_API = {hookspecs.API_VERSION} once it satisfies kvengine/policies"
         )
     manager = pluggy.PluginManager("kvengine")
     manager.add_hookspecs(hookspecs)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ class Run:
             error = problem
         finally:
             self._show_rejections(self._report.rejected)
-            summary = self._leave(engine, status)
+            with _no_interrupts():
+                summary = self._leave(engine, status)
             engine.close()
         if error is not None:
             raise error
@@ -246,11 +248,7 @@ class Run:
                     "started_unix_s": round(time.time() - kvengine.seconds_since_start(), 3),
                     "config": dict(self._config),
                     "model": self._plan.model.name,
-                    "pool": {
-                        "num_blocks": self._plan.kv.num_blocks,
-                        "block_size": self._plan.kv.block_size,
-                        "dtype": self._plan.kv.dtype,
-                    },
+                    "pool": asdict(self._plan.kv),
                     "limits": {
                         "max_num_seqs": self._plan.limits.max_num_seqs,
                         "max_num_batched_tokens": self._plan.limits.max_num_batched_tokens,
@@ -266,6 +264,20 @@ class Run:
 
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "transformers", "hydra-core", "pyarrow")}
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ctrl-C waits, and says so: what was recorded is being written whole."""
+
+    def wait(signum: int, frame: Any) -> None:
+        print("writing the record; a moment", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

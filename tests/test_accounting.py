@@ -362,8 +362,8 @@ def test_choices_save_the_whole_blocks_of_their_prompt(n):
     shares = [s / max(s + b, 1) for s, b in zip(saved, in_use, strict=True)]
     assert found["kv_shared_share"] == pytest.approx(sum(shares) / 4)
     assert found["copied_blocks"] == n - 1
-    assert found["cached_tokens"] == 10 * (n - 1)
-    assert found["cached_token_share"] == pytest.approx((n - 1) / n)
+    assert found["reused_tokens"] == 10 * (n - 1)
+    assert found["reused_token_share"] == pytest.approx((n - 1) / n)
     assert_idle(engine)
 
 
@@ -391,7 +391,7 @@ def test_a_shared_prefix_saves_a_block_per_user_and_block(num_users):
     assert found["kv_saved_bytes"] == pytest.approx(
         {"mean": 64 * 3 * 3 * (num_users - 1) / 5, "peak": 64 * 3 * (num_users - 1)}
     )
-    assert found["cached_tokens"] == 12 * num_users
+    assert found["reused_tokens"] == 12 * num_users
     cached = [3, 0, 0, 0, 3 + num_users]
     assert found["kv_cached_of_pool"] == pytest.approx(
         {"mean": sum(cached) / 5 / 40, "peak": max(cached) / 40}

@@ -139,7 +139,7 @@ def test_a_run_prints_its_table_and_leaves_its_directory(
     said = capsys.readouterr().out
     for label in (
         "6 finished", "prompt tokens", "output tokens", "duration", "tok/s", "TTFT", "TPOT", "ITL", "queue time",
-        "KV held / pool", "KV held / owned", "KV pool", "slot occupancy", "steps", "preemptions", "Bound by",
+        "KV held / pool", "KV held / owned", "KV pool", "seats taken", "steps", "preemptions", "Bound by",
         "Start-up", "first token",
     ):  # fmt: skip
         assert label in said, label

@@ -120,8 +120,8 @@ def test_prefix_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     words = ["workload.num_sessions=60", "num_blocks=400"]
     on, off = swept("prefix_sharing", words, tmp_path, monkeypatch)
     assert "prefix_cache=on" in on.words
-    assert on.summary["cached_token_share"] > 0.7
-    assert off.summary["cached_tokens"] == 0
+    assert on.summary["reused_token_share"] > 0.7
+    assert off.summary["reused_tokens"] == 0
     assert on.summary["kv_shared_share"] > 0.4
     assert off.summary["kv_shared_share"] == 0
     assert on.summary["output_tokens"] == off.summary["output_tokens"]
@@ -132,8 +132,8 @@ def test_multi_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["workload.num_sessions=80", "num_blocks=2048"]
     on, off = swept("multi_turn", words, tmp_path, monkeypatch)
     assert "prefix_cache=on" in on.words
-    assert on.summary["cached_token_share"] > 0.5
-    assert off.summary["cached_tokens"] == 0
+    assert on.summary["reused_token_share"] > 0.5
+    assert off.summary["reused_tokens"] == 0
     assert on.summary["num_requests"] == off.summary["num_requests"] > 80
     assert on.summary["ttft_ms"]["p99"] < off.summary["ttft_ms"]["p99"]
 

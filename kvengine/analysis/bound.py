@@ -25,6 +25,8 @@ NEGLIGIBLE = 0.05
 
 def bound_line(tables: dict[str, pa.Table]) -> str:
     """The reason that kept requests waiting in most steps, as a sentence."""
+    if not len(tables["steps"]):
+        return "Bound by: nothing; no request ran."
     shares = {reason: len(steps) for reason, steps in _steps_by_reason(tables["decisions"]).items()}
     num_steps = max(len(tables["steps"]), 1)
     reason = max(shares, key=lambda name: shares[name], default="")

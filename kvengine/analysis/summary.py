@@ -172,8 +172,8 @@ def _reuse(served: pa.Table, steps: pa.Table, pool: PoolFacts) -> dict[str, Any]
     cached, prompt = _sum(served, "num_cached_tokens"), _sum(served, "num_prompt_tokens")
     out, back = _sum(steps, "num_swapped_out_blocks"), _sum(steps, "num_swapped_in_blocks")
     return {
-        "cached_tokens": cached,
-        "cached_token_share": cached / prompt if prompt else None,
+        "reused_tokens": cached,
+        "reused_token_share": cached / prompt if prompt else None,
         "copied_blocks": _sum(steps, "num_copied_blocks"),
         "swapped_out_blocks": out,
         "swapped_in_blocks": back,

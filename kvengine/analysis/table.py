@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -95,13 +96,13 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV held / pool", _mean_peak(s["kv_held_of_pool"])),
         ("KV held / owned", _mean_peak(s["kv_held_of_owned"])),
         ("KV pool", _pool_parts(s)),
-        ("slot occupancy", _number(s["slot_occupancy"], "{:.1%} of max_num_seqs")),
+        ("seats taken", _number(s["slot_occupancy"], "{:.1%} of max_num_seqs")),
         ("steps", f"{s['num_steps']:,}"),
         ("preemptions", f"{s['num_preemptions']:,} ({s['recomputed_tokens']:,} tokens recomputed)"),
     ]
-    if s["cached_tokens"]:
+    if s["reused_tokens"]:
         lines.append(
-            ("cached tokens", f"{s['cached_tokens']:,} ({s['cached_token_share']:.1%} of prompt tokens)")
+            ("reused tokens", f"{s['reused_tokens']:,} ({s['reused_token_share']:.1%} of prompt tokens)")
         )
     if s["kv_saved_bytes"] and s["kv_saved_bytes"]["peak"]:
         saved = s["kv_saved_bytes"]
@@ -127,9 +128,22 @@ def _pool_parts(s: dict[str, Any]) -> str:
     """The mean parts of the pool, which add up to all of it."""
     if s["kv_held_of_pool"] is None:
         return "-"
-    text = " + ".join(f"{name} {s[f'kv_{name}_of_pool']['mean']:.1%}" for name in POOL_PARTS)
+    named = zip(POOL_PARTS, _percents(s, 1), strict=True)
+    text = " + ".join(f"{name} {part:.1f}%" for name, part in named)
     cached = s["kv_cached_of_pool"]["mean"]
     return text + (f" (of it cached {cached:.1%})" if cached else "")
+
+
+def _percents(s: dict[str, Any], digits: int) -> list[float]:
+    """The mean parts of the pool, rounded so that they add up to 100 (by largest remainder)."""
+    unit = 10**digits
+    exact = [100 * unit * s[f"kv_{name}_of_pool"]["mean"] for name in POOL_PARTS]
+    floors = [math.floor(part + 1e-6) for part in exact]
+    missing = round(sum(exact)) - sum(floors)
+    largest = sorted(range(len(exact)), key=lambda i: floors[i] - exact[i])
+    for i in largest[:missing]:
+        floors[i] += 1
+    return [part / unit for part in floors]
 
 
 def _bytes(count: float) -> str:
@@ -159,15 +173,17 @@ _SWEEP_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "TTFT ms\np50/p99": lambda s: _pair(s["ttft_ms"]),
     "TPOT ms\np50/p99": lambda s: _pair(s["tpot_ms"]),
     "% of the KV pool\nheld/res/int/ext": lambda s: _parts(s),
-    "cached\n/shared": lambda s: f"{_percent(s['cached_token_share'])}/{_percent(s['kv_shared_share'])}%",
+    "reused\n/shared": lambda s: f"{_percent(s['reused_token_share'])}/{_percent(s['kv_shared_share'])}%",
     "finished\nrows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
     "steps": lambda s: f"{s['num_steps']:,}",
+    "frag-\nmented": lambda s: f"{s['fragmented_steps']:,}",
     "pre-\nempted": lambda s: f"{s['num_preemptions']:,}",
 }
 
 _ONLY_WHERE_SEEN = {
-    "cached\n/shared": ("cached_token_share", "kv_shared_share"),
+    "reused\n/shared": ("reused_token_share", "kv_shared_share"),
     "finished\nrows": ("idle_row_share",),
+    "frag-\nmented": ("fragmented_steps",),
     "pre-\nempted": ("num_preemptions",),
 }
 """Columns that appear only if one of these figures is not 0 in some variant."""
@@ -189,10 +205,10 @@ def _percent(share: float | None) -> str:
 
 
 def _parts(s: dict[str, Any]) -> str:
-    """The mean parts of the pool in percent: they add up to 100, but for rounding."""
+    """The mean parts of the pool in percent."""
     if s["kv_held_of_pool"] is None:
         return "-"
-    return "/".join(f"{100 * s[f'kv_{name}_of_pool']['mean']:.0f}" for name in POOL_PARTS)
+    return "/".join(f"{part:.0f}" for part in _percents(s, 0))
 
 
 def _pair(percentiles: dict[str, float] | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvengine.core.errors import ConfigError
+from kvengine.core.errors import ConfigError, choices_hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,8 @@ class PrefixCacheConfig:
     recompute_rate: float = 10_000.0
 
     def __post_init__(self) -> None:
+        if self.mode not in ("auto", "on", "off"):
+            raise ConfigError("prefix_cache.mode", self.mode, choices_hint(self.mode, ("auto", "on", "off")))
         for name in ("host_bandwidth", "recompute_rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"prefix_cache.{name}", getattr(self, name), "must be a positive number")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def raiser(error: Exception, policies: Sequence[object], default: object) -> object:
-    """The one of `policies` in whose code `error` was raised: the innermost on its traceback, else `default`."""
-    found = default
+def raiser(error: Exception, policies: Sequence[object]) -> object | None:
+    """The one of `policies` in whose code `error` was raised: the innermost on its traceback; None if in none."""
+    found = None
     trace = error.__traceback__
     while trace is not None:
         inside = trace.tb_frame.f_locals.get("self")

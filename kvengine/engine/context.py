@@ -14,7 +14,7 @@ from kvengine.engine.blame import raiser
 from kvengine.engine.memory import Memory
 from kvengine.engine.seats import Seats
 from kvengine.kv.host_pool import SwapPool
-from kvengine.policies import Admission, Allocator, Mechanism, Preemption, Queue, Scheduler, Victim
+from kvengine.policies import Admission, Allocator, Eviction, Mechanism, Preemption, Queue, Scheduler, Victim
 
 WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
 
@@ -37,6 +37,7 @@ class SchedulingContext:
         admission: Admission,
         victim: Victim,
         preemption: Preemption,
+        eviction: Eviction | None = None,
         host_pool: SwapPool | None = None,
     ) -> None:
         self.limits = limits
@@ -50,7 +51,7 @@ class SchedulingContext:
         self._admission = admission
         self._victim = victim
         self._preemption = preemption
-        self._policies = (scheduler, queue, admission, victim, preemption, allocator)
+        self._policies = (scheduler, queue, admission, victim, preemption, allocator, eviction)
         self._plan = StepPlan(step=0, now_ns=0)
         self._next_step = 0
         self._inbox: list[Callable[[], None]] = []
@@ -84,12 +85,16 @@ class SchedulingContext:
         except PolicyError:
             raise
         except Exception as error:
-            policy = raiser(error, self._policies, default=self.scheduler)
-            raise self._broken(policy, f"raised {type(error).__name__}: {error}") from error
+            raise self.blame(error) or self._broken(self.scheduler, _raised(error)) from error
         self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
         return plan
+
+    def blame(self, error: Exception) -> PolicyError | None:
+        """`error` as one of the policy in whose code it was raised; None when it was in none."""
+        policy = raiser(error, [policy for policy in self._policies if policy is not None])
+        return None if policy is None else self._broken(policy, _raised(error))
 
     def take_aborted(self) -> list[Sequence]:
         """The sequences that were aborted since the last call."""
@@ -286,7 +291,10 @@ class SchedulingContext:
             self.token_budget_left += victim.num_scheduled_tokens
             victim.num_scheduled_tokens = 0
         action = Action.PREEMPT
-        if self._preemption.mechanism(victim) is Mechanism.SWAP and self.memory.has_own_kv(victim):
+        mechanism = self._preemption.mechanism(victim)
+        if mechanism not in tuple(Mechanism):
+            raise self._broken(self._preemption, f"answered {mechanism!r}, which is no Mechanism")
+        if mechanism == Mechanism.SWAP and self.memory.has_own_kv(victim):
             refusal = self.memory.swap_out(victim)
             if refusal is None:
                 action = Action.SWAP_OUT
@@ -348,3 +356,7 @@ class SchedulingContext:
 
     def _broken(self, policy: object, what: str) -> PolicyError:
         return PolicyError(f"{type(policy).__name__}, step {self._plan.step}: {what}")
+
+
+def _raised(error: Exception) -> str:
+    return f"raised {type(error).__name__}: {error}"

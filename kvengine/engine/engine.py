@@ -95,7 +95,7 @@ class Engine:
         result = self._execute(plan)
         self.clock.advance(result.duration_ns)
         end = self.clock.now()
-        outputs = commit(self.context, plan, result, end)
+        outputs = self._commit(plan, result, end)
         self.recorder.step(plan, result, self._pool_state(), end)
         self._forget_finished(outputs, end)
         if self._check_every_step:
@@ -136,6 +136,18 @@ class Engine:
                 f"{type(self.executor).__name__}, step {plan.step}: ids missing or surplus for {wrong}"
             )
         return result
+
+    def _commit(self, plan: StepPlan, result: StepResult, end: int) -> list[RequestOutput]:
+        """What `commit` delivers; PolicyError, naming it, when an allocator or an eviction policy raises in it."""
+        try:
+            return commit(self.context, plan, result, end)
+        except PolicyError:
+            raise
+        except Exception as error:
+            blamed = self.context.blame(error)
+            if blamed is None:
+                raise
+            raise blamed from error
 
     def _pool_state(self) -> PoolState:
         context = self.context

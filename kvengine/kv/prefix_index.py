@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Hashable
 from itertools import count
 from typing import Any
 
+from kvengine.core.errors import PolicyError
 from kvengine.policies import Eviction
 
 Hasher = Callable[[bytes], Hashable]
@@ -257,7 +258,13 @@ class PrefixIndex:
     def _add_leaf(self, node: Node) -> None:
         ticket = next(self._tickets)
         node.ticket = ticket
-        heapq.heappush(self._leaves, (self._eviction.rank(node), ticket, node))
+        entry = (self._eviction.rank(node), ticket, node)
+        try:
+            heapq.heappush(self._leaves, entry)
+        except TypeError as error:
+            raise PolicyError(
+                f"{type(self._eviction).__name__}: its ranks cannot be compared: {error}"
+            ) from error
         if len(self._leaves) > 2 * self.num_idle + 1024:
             self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
             heapq.heapify(self._leaves)

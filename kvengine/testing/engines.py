@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvengine.assemble import build_policies
+from kvengine.core.errors import ConfigError, choices_hint
 from kvengine.core.limits import EngineConfig
 from kvengine.core.plan import Idle
 from kvengine.core.request import Request, SamplingParams
@@ -34,6 +35,9 @@ def _choices(
     policies: Mapping[str, str], settings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """The groups of a configuration, as files of conf/ would give them."""
+    for kind in (*policies, *settings):
+        if kind not in DEFAULT_POLICIES:
+            raise ConfigError(kind, None, f"no such kind of policy; {choices_hint(kind, DEFAULT_POLICIES)}")
     names = {**DEFAULT_POLICIES, **policies}
     return {kind: {"name": name, **settings.get(kind, {})} for kind, name in names.items()}
 
