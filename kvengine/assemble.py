@@ -225,7 +225,9 @@ def check_together(names: Mapping[str, str], parts: Mapping[str, Any], workload:
         problem = f"allocator={names['allocator']} does not share blocks; take allocator=paged"
         raise ConfigError("workload", names["workload"], f"branches live requests, and {problem}")
     if workload.forks and scheduler.delivers_at_batch_end:
-        problem = f"scheduler={names['scheduler']} delivers nothing before they have ended; take scheduler.deliver=token"
+        problem = (
+            f"scheduler={names['scheduler']} delivers when they have ended; take scheduler.deliver=token"
+        )
         raise ConfigError("workload", names["workload"], f"branches live requests, and {problem}")
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvengine.core.errors import PolicyError
 
-def raiser(error: Exception, policies: Sequence[object]) -> object | None:
-    """The one of `policies` in whose code `error` was raised: the innermost on its traceback; None if in none."""
-    found = None
+
+def blamed(
+    error: Exception, policies: Sequence[object], step: int, default: object | None = None
+) -> PolicyError | None:
+    """`error` as one of the policy in whose code it was raised: the innermost of `policies` on its traceback.
+
+    Where it was raised in none it is one of `default`; None when there is no default.
+    """
+    found = default
     trace = error.__traceback__
     while trace is not None:
         inside = trace.tb_frame.f_locals.get("self")
-        if any(inside is policy for policy in policies):
+        if inside is not None and any(inside is policy for policy in policies):
             found = inside
         trace = trace.tb_next
-    return found
+    if found is None:
+        return None
+    return PolicyError(f"{type(found).__name__}, step {step}: raised {type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
 from kvengine.core.sequence import Sequence, SequenceState
-from kvengine.engine.blame import raiser
+from kvengine.engine.blame import blamed
 from kvengine.engine.memory import Memory
 from kvengine.engine.seats import Seats
 from kvengine.kv.host_pool import SwapPool
@@ -85,16 +85,15 @@ class SchedulingContext:
         except PolicyError:
             raise
         except Exception as error:
-            raise self.blame(error) or self._broken(self.scheduler, _raised(error)) from error
+            raise self.blame(error, self.scheduler) or error from error
         self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
         return plan
 
-    def blame(self, error: Exception) -> PolicyError | None:
-        """`error` as one of the policy in whose code it was raised; None when it was in none."""
-        policy = raiser(error, [policy for policy in self._policies if policy is not None])
-        return None if policy is None else self._broken(policy, _raised(error))
+    def blame(self, error: Exception, default: object | None = None) -> PolicyError | None:
+        """`error` as one of the policy in whose code it was raised, or else of `default`, if there is one."""
+        return blamed(error, self._policies, self._plan.step, default)
 
     def take_aborted(self) -> list[Sequence]:
         """The sequences that were aborted since the last call."""
@@ -220,10 +219,8 @@ class SchedulingContext:
             self._record(Decision(Action.STOP, None, reason, num_tokens=len(self.waiting)))
 
     def wake_at(self, moment_ns: int) -> None:
-        if moment_ns <= self.now:
-            return  # no moment to wait for: an engine that slept for it would spin
-        if self._plan.wake_at is None or moment_ns < self._plan.wake_at:
-            self._plan.wake_at = moment_ns
+        if moment_ns > self.now:  # else it is no moment to wait for: an engine that slept for it would spin
+            self._plan.wake_at = min(moment_ns, self._plan.wake_at or moment_ns)
 
     # ---- inside
 
@@ -290,25 +287,19 @@ class SchedulingContext:
             plan.rows = [row for row in plan.rows if row.seq is not victim]
             self.token_budget_left += victim.num_scheduled_tokens
             victim.num_scheduled_tokens = 0
-        action = Action.PREEMPT
         mechanism = self._preemption.mechanism(victim)
         if mechanism not in tuple(Mechanism):
             raise self._broken(self._preemption, f"answered {mechanism!r}, which is no Mechanism")
-        if mechanism == Mechanism.SWAP and self.memory.has_own_kv(victim):
-            refusal = self.memory.swap_out(victim)
-            if refusal is None:
-                action = Action.SWAP_OUT
-            else:
-                self._record(Decision(Action.REFUSE, victim, refusal.reason, refusal.detail))
-        if action is Action.PREEMPT:
-            self.memory.free(victim)
-            victim.num_computed_tokens = 0
+        swapped, refusal = self.memory.give_way(victim, swap=mechanism == Mechanism.SWAP)
+        if refusal is not None:
+            self._record(Decision(Action.REFUSE, victim, refusal.reason, refusal.detail))
         victim.num_preemptions += 1
-        victim.state = SequenceState.PREEMPTED if action is Action.PREEMPT else SequenceState.SWAPPED
+        victim.state = SequenceState.SWAPPED if swapped else SequenceState.PREEMPTED
         self.seats.leave(victim)
         self.waiting.push(victim)
         plan.preempted.append(victim)
         freed = self.num_free_blocks - free
+        action = Action.SWAP_OUT if swapped else Action.PREEMPT
         self._record(Decision(action, victim, Reason.PREEMPTED_FOR, needy.id, freed, lost, free))
 
     def _free_one_held(self) -> None:
@@ -356,7 +347,3 @@ class SchedulingContext:
 
     def _broken(self, policy: object, what: str) -> PolicyError:
         return PolicyError(f"{type(policy).__name__}, step {self._plan.step}: {what}")
-
-
-def _raised(error: Exception) -> str:
-    return f"raised {type(error).__name__}: {error}"

@@ -118,9 +118,19 @@ class Memory:
         self.num_tokens += num_tokens
         self.allocator.publish(seq)
 
-    def has_own_kv(self, seq: Sequence) -> bool:
-        """Whether KV would be lost if `seq` left now: what it only found cached in this plan would not."""
-        return seq.num_computed_tokens > 0 and (seq not in self._entered or seq in self._resumed)
+    def give_way(self, seq: Sequence, *, swap: bool) -> tuple[bool, Refusal | None]:
+        """Take the device blocks of `seq`: whether its KV is on the host now, and why not where that was wanted.
+
+        What a sequence only found cached in this plan is not moved: it stays cached, and nothing is lost.
+        """
+        refusal = None
+        if swap and seq.num_computed_tokens and (seq not in self._entered or seq in self._resumed):
+            refusal = self.swap_out(seq)
+            if refusal is None:
+                return True, None
+        self.free(seq)
+        seq.num_computed_tokens = 0
+        return False, refusal
 
     def swap_out(self, seq: Sequence) -> Refusal | None:
         """Move the KV of `seq` to the host and free its device blocks; where it does not fit, do nothing."""
