@@ -76,7 +76,11 @@ def index_of(allocator: Allocator) -> PrefixIndex:
 def state(allocator: PagedAllocator) -> dict[str, Hashable]:
     """All that an allocation may change: counts, references, the order in which blocks would be evicted."""
     pool, index = allocator._pool, index_of(allocator)
-    ranks = [(rank, node.block) for rank, ticket, node in sorted(index._leaves) if ticket == node.ticket]
+    leaves: list[Any] = [*index._leaves]
+    if index._first:
+        leaves.append(index._first)
+    leaves.sort()
+    ranks = [(rank, node.block) for rank, ticket, node in leaves if ticket == node.ticket]
     nodes = [(node.key, node.block, node.last_used, node.num_hits) for node in index._by_key.values()]
     return {
         "free": allocator.num_free_blocks,

@@ -65,13 +65,16 @@ class PrefixCache:
 
     def evict(self, count: int) -> None:
         """Put `count` idle blocks on the free list; there are that many."""
+        index, offload = self.index, self.offload
+        if offload is None:
+            self._pool.put_back([index.pop_leaf(forget=True)[1] for _ in range(count)])
+            return
         freed = []
         for _ in range(count):
-            node, block = self.index.pop_leaf()
-            if self.offload is None or not self.offload.keep(node, block):
-                if self.offload is not None:
-                    self.offload.forget_below(node)
-                self.index.forget(node)
+            node, block = index.pop_leaf()
+            if not offload.keep(node, block):
+                offload.forget_below(node)
+                index.forget(node)
             freed.append(block)
         self._pool.put_back(freed)
 

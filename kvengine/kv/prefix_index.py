@@ -105,6 +105,8 @@ class PrefixIndex:
         self.num_idle = 0
         self._leaves: list[tuple[Any, int, Node]] = []
         """A heap; an entry is valid while its number is the ticket of its node."""
+        self._first: tuple[Any, int, Node] | None = None
+        """An entry that is below all of the heap: mostly the parent of the leaf that died last."""
         self._tickets = count()
         self._now = count()
         self.version = 0
@@ -181,17 +183,13 @@ class PrefixIndex:
         if not node.num_device_children:
             self._add_leaf(node)
 
-    def pop_leaf(self) -> tuple[Node, int]:
+    def pop_leaf(self, *, forget: bool = False) -> tuple[Node, int]:
         """Take the idle leaf of the lowest rank off the device, and its block; KeyError when nothing is idle.
 
-        The node stays in the index, without a block: the caller forgets it, or offloads it.
+        Unless it is forgotten at once the node stays in the index, without a block: the caller forgets it, or
+        offloads it.
         """
-        while self._leaves:
-            _, ticket, node = heapq.heappop(self._leaves)
-            if node.ticket == ticket:
-                break
-        else:
-            raise KeyError("no cached block is idle")
+        node = self._take_first()
         block = node.block
         assert block is not None
         self._by_block[block] = None
@@ -200,8 +198,10 @@ class PrefixIndex:
         parent = node.parent
         if parent:
             parent.num_device_children -= 1
-            if not parent.num_device_children and parent.idle:
+            if parent.idle and not parent.num_device_children:
                 self._add_leaf(parent)
+        if forget:
+            self.forget(node)
         return node, block
 
     def forget(self, node: Node) -> None:
@@ -230,7 +230,8 @@ class PrefixIndex:
             assert not node.idle or all(child.idle for child in on_device), (
                 "a block that nobody holds has a child that somebody holds"
             )
-        valid = {node for _, ticket, node in self._leaves if node.ticket == ticket}
+        entries = [*self._leaves, *([self._first] if self._first else [])]
+        valid = {node for _, ticket, node in entries if node.ticket == ticket}
         idle = [node for node in self._by_key.values() if node.idle]
         assert len(idle) == self.num_idle, f"{self.num_idle} idle nodes counted, {len(idle)} there"
         assert valid == {node for node in idle if not node.num_device_children}, "the leaves are wrong"
@@ -259,12 +260,30 @@ class PrefixIndex:
         ticket = next(self._tickets)
         node.ticket = ticket
         entry = (self._eviction.rank(node), ticket, node)
+        leaves, first = self._leaves, self._first
         try:
-            heapq.heappush(self._leaves, entry)
+            if first is None:
+                if leaves and not entry < leaves[0]:
+                    heapq.heappush(leaves, entry)
+                else:
+                    self._first = entry
+            elif entry < first:
+                heapq.heappush(leaves, first)
+                self._first = entry
+            else:
+                heapq.heappush(leaves, entry)
         except TypeError as error:
-            raise PolicyError(
-                f"{type(self._eviction).__name__}: its ranks cannot be compared: {error}"
-            ) from error
-        if len(self._leaves) > 2 * self.num_idle + 1024:
-            self._leaves = [entry for entry in self._leaves if entry[2].ticket == entry[1]]
+            name = type(self._eviction).__name__
+            raise PolicyError(f"{name}: its ranks cannot be compared: {error}") from error
+        if len(leaves) > 2 * self.num_idle + 1024:
+            self._leaves = [entry for entry in leaves if entry[2].ticket == entry[1]]
             heapq.heapify(self._leaves)
+
+    def _take_first(self) -> Node:
+        """The leaf of the lowest rank, out of the queue; KeyError when there is none."""
+        entry, self._first = self._first, None
+        while entry is None or entry[2].ticket != entry[1]:
+            if not self._leaves:
+                raise KeyError("no cached block is idle")
+            entry = heapq.heappop(self._leaves)
+        return entry[2]
