@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvengine.assemble import choose, make
@@ -52,17 +53,10 @@ class MemoryModel:
         )
         limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=max_model_len)
         host_pool = SwapPool(num_host_blocks)
-        build = Build(
-            kv=kv, limits=limits, prefix_cache=prefix_cache or PrefixCacheConfig(), host_pool=host_pool
-        )
-        evictions = choose(registry, {"eviction": {"name": eviction}}, "eviction")
-        build = Build(
-            kv=kv,
-            limits=limits,
-            prefix_cache=build.prefix_cache,
-            host_pool=host_pool,
-            eviction=make(evictions, build),
-        )
+        cache = prefix_cache or PrefixCacheConfig()
+        build = Build(kv=kv, limits=limits, prefix_cache=cache, host_pool=host_pool)
+        ranks = make(choose(registry, {"eviction": {"name": eviction}}, "eviction"), build)
+        build = replace(build, eviction=ranks)
         chosen = choose(registry, {"allocator": {"name": allocator, **(settings or {})}}, "allocator")
         self.allocator = make(chosen, build)
         self.memory = Memory(self.allocator, host_pool)

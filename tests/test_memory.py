@@ -6,7 +6,7 @@ from memory_support import paged, sequence
 
 from kvengine.core.plan import StepPlan
 from kvengine.core.reasons import Reason
-from kvengine.core.sequence import SequenceState
+from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.engine.memory import Memory
 from kvengine.kv.host_pool import SwapPool
 
@@ -26,13 +26,18 @@ def end(memory: Memory) -> None:
     memory.executed()
 
 
+def compute_first(memory: Memory, seq: Sequence, num_tokens: int) -> None:
+    """Step 0: `seq` enters, and its first tokens are computed."""
+    begin(memory, 0)
+    assert memory.enter(seq, num_tokens) is None
+    end(memory)
+    memory.computed(seq, num_tokens)
+
+
 def test_slots_that_were_not_full_when_a_sequence_got_more_count_as_unwritten() -> None:
     """Blocks of 4: 2 tokens in step 0, a second block in step 1, and preempted in that same plan."""
     memory, seq = memory_with(), sequence(range(10))
-    begin(memory, 0)
-    assert memory.enter(seq, 2) is None
-    end(memory)
-    memory.computed(seq, 2)
+    compute_first(memory, seq, 2)
     plan = begin(memory, 1)
     assert memory.grow(seq, 6) is None
     assert memory.give_way(seq, swap=False) == (False, None)
@@ -41,10 +46,7 @@ def test_slots_that_were_not_full_when_a_sequence_got_more_count_as_unwritten() 
 
 def test_what_a_fork_loses_before_its_first_row_is_computed_again() -> None:
     memory, parent, child = memory_with(), sequence(range(6)), sequence(range(6))
-    begin(memory, 0)
-    assert memory.enter(parent, 6) is None
-    end(memory)
-    memory.computed(parent, 6)
+    compute_first(memory, parent, 6)
     memory.fork(parent, child)
     assert child.num_computed_tokens == child.num_computed_peak == child.num_cached_tokens == 6
     begin(memory, 1)
@@ -54,10 +56,7 @@ def test_what_a_fork_loses_before_its_first_row_is_computed_again() -> None:
 
 def test_a_swap_out_that_nobody_wants_any_more_is_not_in_the_plan() -> None:
     memory, seq = memory_with(), sequence(range(6))
-    begin(memory, 0)
-    assert memory.enter(seq, 6) is None
-    end(memory)
-    memory.computed(seq, 6)
+    compute_first(memory, seq, 6)
     plan = begin(memory, 1)
     assert memory.give_way(seq, swap=True) == (True, None)
     memory.drop_host(seq)
@@ -68,10 +67,7 @@ def test_a_swap_out_that_nobody_wants_any_more_is_not_in_the_plan() -> None:
 
 def test_a_swap_that_does_not_fit_says_what_is_missing_and_drops_the_kv() -> None:
     memory, seq = memory_with(num_host_blocks=1), sequence(range(6))
-    begin(memory, 0)
-    assert memory.enter(seq, 6) is None
-    end(memory)
-    memory.computed(seq, 6)
+    compute_first(memory, seq, 6)
     begin(memory, 1)
     swapped, refusal = memory.give_way(seq, swap=True)
     assert not swapped
@@ -82,10 +78,7 @@ def test_a_swap_that_does_not_fit_says_what_is_missing_and_drops_the_kv() -> Non
 def test_what_was_only_found_cached_in_this_plan_stays_cached_and_is_not_swapped() -> None:
     memory = memory_with(cache=True)
     first, again = sequence(range(9)), sequence(range(9))
-    begin(memory, 0)
-    assert memory.enter(first, 9) is None
-    end(memory)
-    memory.computed(first, 9)
+    compute_first(memory, first, 9)
     memory.free(first)
     plan = begin(memory, 1)
     assert memory.enter(again, 9) is None

@@ -27,7 +27,7 @@ def bound_line(tables: dict[str, pa.Table]) -> str:
     """The reason that kept requests waiting in most steps, as a sentence."""
     if not len(tables["steps"]):
         return "Bound by: nothing; no request ran."
-    shares = {reason: len(steps) for reason, steps in _steps_by_reason(tables["decisions"]).items()}
+    shares = {reason: len(steps) for reason, steps in steps_by_reason(tables["decisions"]).items()}
     num_steps = max(len(tables["steps"]), 1)
     reason = max(shares, key=lambda name: shares[name], default="")
     share = min(shares.get(reason, 0) / num_steps, 1.0)
@@ -37,7 +37,7 @@ def bound_line(tables: dict[str, pa.Table]) -> str:
     return f"Bound by: {reason} in {share:.0%} of steps: {advice}."
 
 
-def _steps_by_reason(decisions: pa.Table) -> dict[str, set[int]]:
+def steps_by_reason(decisions: pa.Table) -> dict[str, set[int]]:
     """The steps in which each reason kept somebody waiting."""
     found: dict[str, set[int]] = {}
     actions, reasons = (decisions[name].cast(pa.string()).to_pylist() for name in ("action", "reason"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from kvengine.analysis.bound import steps_by_reason
 from kvengine.core.reasons import Reason
 
 PERCENTILES = (50, 90, 99)
@@ -53,7 +54,7 @@ def summarize(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
         **_memory(tables, pool),
         **_reuse(served, steps, pool),
         **_work(steps, pool),
-        "fragmented_steps": _fragmented_steps(tables["decisions"]),
+        "fragmented_steps": len(steps_by_reason(tables["decisions"]).get(Reason.FRAGMENTED, ())),
     }
 
 
@@ -195,11 +196,3 @@ def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
         "padding_tokens": _sum(steps, "num_padding_tokens"),
         "idle_row_share": idle / (rows + idle) if rows + idle else None,
     }
-
-
-def _fragmented_steps(decisions: pa.Table) -> int:
-    """Steps in which somebody had to wait although enough was free in total: no free region was large enough."""
-    reasons = decisions["reason"].cast(pa.string()).to_pylist()
-    spans = zip(decisions["first_step"].to_pylist(), decisions["last_step"].to_pylist(), strict=True)
-    refused = [span for reason, span in zip(reasons, spans, strict=True) if reason == Reason.FRAGMENTED]
-    return len({step for first, last in refused for step in range(first, last + 1)})
