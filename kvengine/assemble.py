@@ -145,14 +145,11 @@ def _pool(
     kv_config = from_mapping(KvConfig, config.get("kv", {}), "kv")
     if not isinstance(executor, TorchConfig):
         return kv_shape(kv_config, engine, shape)
-    if not uses_gpu(executor):
-        kv = kv_shape(kv_config, engine, shape)
-        check_host_memory(kv, shape)
-        return kv
+    on_gpu = uses_gpu(executor)
     sized = engine.num_blocks is not None or engine.kv_memory_bytes is not None
-    default = None if sized else gpu_kv_bytes(model, engine.gpu_memory_utilization)
+    default = gpu_kv_bytes(model, engine.gpu_memory_utilization) if on_gpu and not sized else None
     kv = kv_shape(kv_config, engine, shape, default)
-    check_host_memory(kv, shape, pool_on_gpu=True)
+    check_host_memory(kv, shape, pool_on_gpu=on_gpu)
     return kv
 
 

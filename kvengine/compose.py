@@ -82,6 +82,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def sweep_axes(overrides: list[str]) -> list[str]:
     """What the composed configuration sweeps over by itself (hydra.sweeper.params, as experiments set it), less
     what `overrides` set. Needs an open composer."""
+    if not any(key_of(word) == "experiment" for word in overrides):
+        return []  # composing once more would cost every run of another kind its start-up
     first = variants(overrides)[0]
     params = compose(CONFIG_NAME, first, return_hydra_config=True).hydra.sweeper.params or {}
     set_already = {key_of(word) for word in overrides}

@@ -188,7 +188,7 @@ class Memory:
             )
             swapped.append(seq.block_table.host_blocks)
         swapped += [resumed.host_blocks for resumed in self._resumed.values()]
-        self.host_pool.check_integrity([*swapped, self.allocator.host_blocks])
+        self.host_pool.check_integrity([*swapped, self.allocator.host_blocks], thorough=thorough)
 
     def _give_back_host(self, blocks: list[int]) -> None:
         """Nobody wants what is in these host blocks, nor what this plan would have put there."""

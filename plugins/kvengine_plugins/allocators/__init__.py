@@ -8,11 +8,12 @@ from kvengine.core.errors import ConfigError
 from kvengine.kv.offload import Offload
 from kvengine.kv.prefix_index import PrefixIndex
 from kvengine.policies import Build
-from kvengine_plugins.allocators.best_fit import BestFitConfig, best_fit
+from kvengine_plugins.allocators.best_fit import best_fit
+from kvengine_plugins.allocators.contiguous import FitConfig
 from kvengine_plugins.allocators.contiguous_max import contiguous_max
 from kvengine_plugins.allocators.contiguous_oracle import contiguous_oracle
 from kvengine_plugins.allocators.contiguous_pow2 import contiguous_pow2
-from kvengine_plugins.allocators.first_fit import FirstFitConfig, first_fit
+from kvengine_plugins.allocators.first_fit import first_fit
 from kvengine_plugins.allocators.paged import PagedAllocator
 
 if TYPE_CHECKING:
@@ -43,14 +44,14 @@ def register_allocators(registry: Registry) -> None:
         "allocator",
         "first_fit",
         first_fit,
-        schema=FirstFitConfig,
+        schema=FitConfig,
         summary="one region per sequence, not rounded, in the first gap that is large enough",
     )
     registry.add(
         "allocator",
         "best_fit",
         best_fit,
-        schema=BestFitConfig,
+        schema=FitConfig,
         summary="one region per sequence, not rounded, in the smallest gap that is large enough",
     )
     registry.add(

@@ -6,21 +6,13 @@ SOSP 2023, section 6.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from kvengine.kv.free_list_arena import FreeListArena
 from kvengine.policies import Allocator, Build
-from kvengine_plugins.allocators.contiguous import ReserveName, build_contiguous
+from kvengine_plugins.allocators.contiguous import FitConfig, build_contiguous
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BestFitConfig:
-    """`reserve`: `max` (max_model_len slots), `pow2` (the true output rounded up to a power of two), `oracle`."""
-
-    reserve: ReserveName = "max"
-
-
-def best_fit(config: BestFitConfig, build: Build) -> Allocator:
+def best_fit(config: FitConfig, build: Build) -> Allocator:
     """Of equal gaps the one at the lowest address."""
     return build_contiguous("best_fit", config.reserve, partial(FreeListArena, fit="best"), build)

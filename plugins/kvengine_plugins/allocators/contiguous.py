@@ -65,6 +65,13 @@ class Reservation:
 ReserveName = Literal["max", "pow2", "oracle"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitConfig:
+    """`reserve`: `max` (max_model_len slots), `pow2` (the true output rounded up to a power of two), `oracle`."""
+
+    reserve: ReserveName = "max"
+
+
 def reservation(name: ReserveName, max_model_len: int) -> Reservation:
     """For P prompt tokens and M new ones: max_model_len slots; P + M' - 1, where M' is M rounded up to a power of
     two as far as max_model_len goes; or P + M - 1.
