@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvengine import policies
+from kvengine.combinations import check_policies, check_workload
 from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError, KvEngineError, PolicyError, choices_hint
 from kvengine.core.limits import DebugConfig, EngineConfig, EngineLimits
@@ -15,6 +16,8 @@ from kvengine.engine.clock import VirtualClock, WallClock
 from kvengine.engine.context import SchedulingContext
 from kvengine.engine.engine import Engine
 from kvengine.engine.intake import Intake
+from kvengine.engine.policy_set import KINDS as POLICY_KINDS
+from kvengine.engine.policy_set import PolicySet
 from kvengine.engine.recording import Recorder
 from kvengine.executors.config import TorchConfig
 from kvengine.executors.device_memory import check_host_memory, gpu_kv_bytes, uses_gpu
@@ -24,8 +27,8 @@ from kvengine.policies import Allocator, Build, Model, Workload
 from kvengine.registry import KINDS, Entry, Registry
 from kvengine.telemetry.config import TelemetryConfig
 
-CONTEXT_KINDS = ("allocator", "queue", "admission", "victim", "preemption")
-"""Policies that the scheduling context needs besides the scheduler, in the order they are built."""
+CONTEXT_KINDS = ("queue", "admission", "victim", "preemption")
+"""Policies of the scheduling context that are built last, and know the limits and the allocator."""
 
 DEFAULT_EVICTION = "lru"
 """What conf/config.yaml chooses: no sign that somebody wants it."""
@@ -65,6 +68,7 @@ class Blueprint:
                 eos_token_ids=self.shape.eos_token_ids,
                 seed=self.engine_config.seed,
                 refuses_for_good=self.context.allocator.refuses_for_good,
+                choices_must_fit_together=not self.context.policies.preemption.preempts,
             ),
             clock=VirtualClock() if executor.virtual_time else WallClock(),
             recorder=recorder,
@@ -90,24 +94,24 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
     kv = _pool(config, engine_config, model, shape, chosen["executor"][1])
     build = replace(build, model=model, kv=kv)
     cache = from_mapping(PrefixCacheConfig, config.get("prefix_cache", {}), "prefix_cache")
-    limits, parts = build_policies(registry, config, engine_config, kv, cache)
+    limits, parts, host_pool = build_policies(registry, config, engine_config, kv, cache)
     build = replace(build, limits=limits)
     build = replace(build, attention=make(chosen["attention"], build))
     workload = make(chosen["workload"], build)
-    check_together({kind: chosen[kind][0].name for kind in KINDS}, parts, workload)
+    check_workload(parts, workload, chosen["workload"][0].name)
     return Blueprint(
         engine_config=engine_config,
         limits=limits,
         model=model,
         shape=shape,
         kv=kv,
-        context=SchedulingContext(limits=limits, **parts),
+        context=SchedulingContext(limits=limits, policies=parts, host_pool=host_pool),
         workload=workload,
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
         debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
         executor=chosen["executor"],
-        notes=_notes(engine_config, chosen, cache, parts["allocator"], kv),
+        notes=_notes(engine_config, chosen, cache, parts.allocator, kv),
     )
 
 
@@ -159,22 +163,30 @@ def build_policies(
     engine: EngineConfig,
     kv: KvShape,
     prefix_cache: PrefixCacheConfig,
-) -> tuple[EngineLimits, dict[str, Any]]:
+) -> tuple[EngineLimits, PolicySet, SwapPool]:
     """The limits under the chosen scheduler, and the scheduler, the other policies and the host pool of the
     context."""
     host_pool = SwapPool(kv.num_host_blocks)
     build = Build(seed=engine.seed, kv=kv, prefix_cache=prefix_cache, host_pool=host_pool)
     build = replace(build, eviction=make(choose(registry, config, "eviction"), build))
+    build = replace(build, predictor=make(choose(registry, config, "predictor"), build))
     scheduler = make(choose(registry, config, "scheduler"), build)
     limits = engine.resolve(chunks=scheduler.chunks, scheduler=config["scheduler"]["name"])
     build = replace(build, limits=limits)
+    allocator = make(choose(registry, config, "allocator"), build)
+    build = replace(build, allocator=allocator)
     parts = {kind: make(choose(registry, config, kind), build) for kind in CONTEXT_KINDS}
-    if prefix_cache.mode == "on" and not parts["allocator"].shares:
+    parts |= {
+        "scheduler": scheduler, "allocator": allocator, "eviction": build.eviction, "predictor": build.predictor
+    }  # fmt: skip
+    if prefix_cache.mode == "on" and not allocator.shares:
         problem = (
             f"allocator={config['allocator']['name']} does not share blocks; take allocator=paged, or auto"
         )
         raise ConfigError("prefix_cache", "on", problem)
-    return limits, {"scheduler": scheduler, "eviction": build.eviction, "host_pool": host_pool, **parts}
+    policies = PolicySet(**parts, names={kind: config[kind]["name"] for kind in POLICY_KINDS})
+    check_policies(policies)
+    return limits, policies, host_pool
 
 
 def choose(registry: Registry, config: Mapping[str, Any], kind: str) -> tuple[Entry, Any]:
@@ -201,31 +213,12 @@ def make(choice: tuple[Entry, Any], build: Build) -> Any:
     wanted = {*contract.__annotations__, *vars(contract)}
     missing = sorted(name for name in wanted if not name.startswith("_") and not hasattr(made, name))
     if missing:
-        raise PolicyError(f"{plugin} lacks {', '.join(missing)} of the contract policies.{contract.__name__}")
+        name = contract.__name__
+        raise PolicyError(
+            f"{plugin} lacks {', '.join(missing)} of its contract; subclass kvengine.policies.{name} to have what it "
+            "gives a default, and write the rest"
+        )
     return made
-
-
-def check_together(names: Mapping[str, str], parts: Mapping[str, Any], workload: Workload) -> None:
-    """ConfigError when the workload needs what a policy cannot do, or does not know what a policy needs.
-
-    `names` are the choices by kind, `parts` the policies of the context by kind.
-    """
-    allocator, scheduler = parts["allocator"], parts["scheduler"]
-    if allocator.needs_lengths and not workload.knows_lengths:
-        raise ConfigError(
-            "allocator",
-            names["allocator"],
-            f"reserves by the true output length, which workload={names['workload']} does not know; "
-            "take workload=synthetic, or allocator=contiguous_max",
-        )
-    if workload.forks and not allocator.shares:
-        problem = f"allocator={names['allocator']} does not share blocks; take allocator=paged"
-        raise ConfigError("workload", names["workload"], f"branches live requests, and {problem}")
-    if workload.forks and scheduler.delivers_at_batch_end:
-        problem = (
-            f"scheduler={names['scheduler']} delivers when they have ended; take scheduler.deliver=token"
-        )
-        raise ConfigError("workload", names["workload"], f"branches live requests, and {problem}")
 
 
 def check_model_len(engine: EngineConfig, model_name: str, shape: ModelShape) -> None:

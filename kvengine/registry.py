@@ -14,7 +14,7 @@ from kvengine.config import NoOptions
 from kvengine.core.errors import ConfigError, choices_hint
 
 KINDS = (
-    "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "attention",
+    "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "predictor", "attention",
     "executor", "workload", "model",
 )  # fmt: skip
 """Every plug-in kind; each has a contract in kvengine/policies and a config group of the same name."""

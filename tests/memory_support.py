@@ -13,7 +13,7 @@ from kvengine.core.shapes import KvShape, PrefixCacheConfig
 from kvengine.kv.host_pool import SwapPool
 from kvengine.kv.offload import Offload
 from kvengine.kv.prefix_index import PrefixIndex, sha256
-from kvengine.policies import Allocator, Build, Eviction, Mechanism
+from kvengine.policies import Allocator, Build, Eviction, Mechanism, Preemption
 from kvengine.registry import Registry, discover
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import ChecksumSource
@@ -93,14 +93,14 @@ def state(allocator: PagedAllocator) -> dict[str, Hashable]:
     }
 
 
-class SwapPreemption:
+class SwapPreemption(Preemption):
     """Every victim goes to the host."""
 
     def mechanism(self, victim: Sequence) -> Mechanism:
         return Mechanism.SWAP
 
 
-class EitherPreemption:
+class EitherPreemption(Preemption):
     """Victims of even order go to the host, the others are computed again."""
 
     def mechanism(self, victim: Sequence) -> Mechanism:

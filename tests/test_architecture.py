@@ -27,13 +27,23 @@ LAYERS = (
     ("kv",),
     ("engine",),
     ("executors", "telemetry", "workloads", "models", "analysis"),
+    ("combinations",),
     ("assemble",),
 )
 """From the bottom up; a module may import its own layer and those below. What is not named here (command
 line, library class, test support) is a front door, above all of them."""
 
 TORCH_FREE = ("core", "policies", "registry", "hookspecs", "config", "kv", "engine")
-POLICY_FOLDERS = ("allocators", "schedulers", "queues", "admissions", "victims", "preemptions", "evictions")
+POLICY_FOLDERS = (
+    "allocators",
+    "schedulers",
+    "queues",
+    "admissions",
+    "victims",
+    "preemptions",
+    "evictions",
+    "predictors",
+)
 TORCH = {"torch", "triton", "transformers", "accelerate", "safetensors"}
 MAX_FUNCTION_LINES = 45
 MAX_FILE_LINES = 350
@@ -193,7 +203,8 @@ registry = discover()
 assert not registry.broken, registry.broken
 names = dict(
     allocator="paged", scheduler="static", queue="fcfs", admission="whole_prompt", victim="latest_arrival",
-    preemption="recompute", eviction="lru", attention="torch", executor="null", workload="synthetic",
+    preemption="recompute", eviction="lru", predictor="oracle",
+    attention="torch", executor="null", workload="synthetic",
     model="checksum",
 )
 plan = blueprint({kind: {"name": name} for kind, name in names.items()}, registry)

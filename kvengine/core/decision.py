@@ -23,14 +23,19 @@ class Action(StrEnum):
     """Its KV was dropped."""
     SWAP_OUT = "swap_out"
     """It was preempted, and its KV went to the host."""
+    DEFER = "defer"
+    """An admission policy lets all others go first."""
+    REJECT = "reject"
+    """An admission policy refused it for good while it waited."""
     ABORT = "abort"
 
 
 class Decision(NamedTuple):
     """`num_blocks` are blocks taken (admit, resume), shared (fork) or freed (preempt, swap_out, abort);
     `num_tokens` tokens scheduled (admit, resume), shared (fork), moved (swap_out) or to be recomputed (preempt);
-    `num_free_before` the free blocks before it; `num_cached` the tokens of an admission or resumption that were
-    found in the pool or on the host."""
+    `num_free_before` and `num_free_after` the free blocks around it; `num_cached` the tokens of an admission or
+    resumption that were found in the pool or on the host; `num_moved_blocks` the blocks that a swap-out moves;
+    `policy` the name of the policy that chose the victim, or refused."""
 
     action: Action
     seq: Sequence | None
@@ -40,3 +45,6 @@ class Decision(NamedTuple):
     num_tokens: int = 0
     num_free_before: int = 0
     num_cached: int = 0
+    num_free_after: int = 0
+    num_moved_blocks: int = 0
+    policy: str = ""

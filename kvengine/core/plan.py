@@ -45,6 +45,8 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, destination block) pairs to copy on the device, after the swaps and before any write."""
     preempted: list[Sequence] = field(default_factory=list)
+    refused: list[Sequence] = field(default_factory=list)
+    """Waiting sequences that an admission policy refused for good."""
     decisions: list[Decision] = field(default_factory=list)
     recomputed_tokens: int = 0
     unwritten: list[tuple[Sequence, int, int]] = field(default_factory=list)
@@ -61,7 +63,13 @@ class StepPlan:
     def is_idle(self) -> bool:
         """Whether there is nothing to execute and nothing was decided."""
         return not (
-            self.rows or self.preempted or self.idle_rows or self.swap_outs or self.swap_ins or self.copies
+            self.rows
+            or self.preempted
+            or self.refused
+            or self.idle_rows
+            or self.swap_outs
+            or self.swap_ins
+            or self.copies
         )
 
 

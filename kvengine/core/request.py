@@ -62,7 +62,8 @@ class Request:
     caps the output at that length. `prompt` is the text, if there was one, kept for the record.
 
     `cache_salt` keeps its prefix-cache entries to requests of the same salt; `tenant` names whose request it is,
-    and does the same under prefix_cache.isolate_tenants. `fork_of` names a live request of which this one is a
+    and does the same under prefix_cache.isolate_tenants. `priority`: the lower, the more urgent (as in vLLM); it
+    is static, and orders only where a policy looks at it. `fork_of` names a live request of which this one is a
     branch: its prompt then is that request's tokens so far and `prompt_token_ids` after them.
     """
 
@@ -74,6 +75,7 @@ class Request:
     prompt: str | None = None
     cache_salt: str | None = None
     tenant: str | None = None
+    priority: int = 0
     fork_of: str | None = None
     ordinal: int | None = None
     """Its place in the workload, from 0; the driver sets it, except for workloads that react."""

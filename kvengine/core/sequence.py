@@ -52,10 +52,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival_ns", "block_table", "choice", "finish_reason", "max_tokens_total", "num_cached_tokens",
-        "num_computed_peak", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
-        "num_recomputed_tokens", "num_scheduled_tokens", "order", "request", "seed", "siblings", "state",
-        "stop_ids", "times", "token_ids", "token_runs",
+        "arrival_ns", "block_table", "choice", "deferred", "finish_reason", "max_tokens_total",
+        "num_cached_tokens", "num_computed_peak", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_recomputed_tokens", "num_scheduled_tokens", "num_tokens_at_entry", "order", "prefill_runs",
+        "priority", "request", "seed", "siblings", "state", "stop_ids", "times", "token_ids", "token_runs",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +85,11 @@ class Sequence:
         self.num_scheduled_tokens = 0
         self.num_cached_tokens = 0
         """Tokens it never computed, since the pool held their KV when it was first admitted or forked."""
+        self.priority = request.priority
+        self.deferred = False
+        """Whether an admission policy let all others go first: not to be refused for that reason again."""
+        self.num_tokens_at_entry = 0
+        """num_tokens when it last began to run; as long as they are equal it has gained nothing by it."""
         self.siblings: list[Sequence] = []
         """Choices of its request that wait to be forked from it when its prompt is computed."""
         self.num_preemptions = 0
@@ -96,6 +101,8 @@ class Sequence:
         self.times = SequenceTimes()
         self.token_runs: list[list[int]] = []
         """[first step, number of steps] for each run of consecutive steps that gave one token each."""
+        self.prefill_runs: list[list[int]] = []
+        """[first step, number of steps, tokens] for each run of consecutive steps that prefilled it."""
 
     @property
     def id(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvengine.core.plan import RequestOutput, ScheduledRow, StepPlan, StepResult
 from kvengine.core.reasons import FinishReason
-from kvengine.core.sequence import Sequence
+from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.engine.context import SchedulingContext
 
 
@@ -15,6 +15,8 @@ def commit(context: SchedulingContext, plan: StepPlan, result: StepResult, now: 
     context.memory.executed()
     for row, token_ids in zip(plan.rows, result.token_ids, strict=True):
         _account(context, plan, row)
+        if row.num_tokens > 1 or row.start < row.seq.num_prompt_tokens or not row.samples:
+            _extend_prefill_run(row.seq, plan.step, row.num_tokens)
         if not row.samples:
             continue
         if row.seq.siblings:
@@ -32,13 +34,27 @@ def commit(context: SchedulingContext, plan: StepPlan, result: StepResult, now: 
         if delivers_late:
             wanted = [seq for seq in released if seq.finish_reason is not FinishReason.ABORT]
             outputs += [_deliver(seq, seq.token_ids[seq.num_prompt_tokens :], now) for seq in wanted]
+    context.committed(plan)
+    return outputs + _refused(plan, now)
+
+
+def _refused(plan: StepPlan, now: int) -> list[RequestOutput]:
+    """What is delivered of those that were refused for good: the reason, and no token."""
+    outputs = []
+    for leader in plan.refused:
+        siblings, leader.siblings = leader.siblings, []
+        for seq in (leader, *siblings):
+            seq.finish_reason = FinishReason.REFUSED
+            seq.state = SequenceState.FINISHED
+            seq.times.finished_ns = now
+            outputs.append(RequestOutput(seq.request.id, seq.choice, [], FinishReason.REFUSED, seq))
     return outputs
 
 
 def _account(context: SchedulingContext, plan: StepPlan, row: ScheduledRow) -> None:
     """The row's tokens are computed now; those below the sequence's peak were computed before."""
     seq = row.seq
-    context.memory.computed(seq, row.num_tokens)
+    context.advanced(seq, row.num_tokens)
     seq.num_scheduled_tokens -= row.num_tokens
     again = min(seq.num_computed_tokens, seq.num_computed_peak) - row.start
     if again > 0:
@@ -53,6 +69,16 @@ def _extend_token_run(seq: Sequence, step: int) -> None:
         seq.token_runs[-1][1] += 1
     else:
         seq.token_runs.append([step, 1])
+
+
+def _extend_prefill_run(seq: Sequence, step: int, num_tokens: int) -> None:
+    """Note that `step` computed `num_tokens` that `seq` knew already: of its prompt, or lost by preemption."""
+    run = seq.prefill_runs[-1] if seq.prefill_runs else None
+    if run is not None and run[0] + run[1] == step:
+        run[1] += 1
+        run[2] += num_tokens
+    else:
+        seq.prefill_runs.append([step, 1, num_tokens])
 
 
 def _finish_reason(seq: Sequence) -> FinishReason | None:

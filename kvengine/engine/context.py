@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvengine.core.decision import Action, Decision
 from kvengine.core.errors import PolicyError
@@ -10,62 +10,72 @@ from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
 from kvengine.core.sequence import Sequence, SequenceState
-from kvengine.engine.blame import blamed
+from kvengine.engine.forks import Forks
 from kvengine.engine.memory import Memory
+from kvengine.engine.policy_set import PolicySet
+from kvengine.engine.preemptor import Preemptor
+from kvengine.engine.refusals import Refusals
 from kvengine.engine.seats import Seats
+from kvengine.engine.view import EngineView
+from kvengine.engine.waiting import WaitingLine
 from kvengine.kv.host_pool import SwapPool
-from kvengine.policies import Admission, Allocator, Eviction, Mechanism, Preemption, Queue, Scheduler, Victim
 
 WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
 
 
-class SchedulingContext:
+class SchedulingContext(EngineView):
     """Plans a step by asking the scheduler, and keeps what every policy must keep.
 
     Limits hold whatever a policy asks; a refused request changes nothing. Progress does not depend on the
-    policies' goodwill: the oldest running sequence is never a victim, nobody is admitted in a step that
-    preempted, and a request is accepted only if it fits an empty pool, so the oldest can always grow.
+    policies' goodwill (docs/scheduling.md says why): the oldest running sequence of the highest static priority is
+    nobody's victim, nobody is admitted in a step that preempted for blocks, only a strictly higher static
+    priority takes somebody's seat, and a scheduler may take it only from who gained a token by it.
     """
 
     def __init__(
         self,
         *,
         limits: EngineLimits,
-        allocator: Allocator,
-        scheduler: Scheduler,
-        queue: Queue,
-        admission: Admission,
-        victim: Victim,
-        preemption: Preemption,
-        eviction: Eviction | None = None,
+        policies: PolicySet,
         host_pool: SwapPool | None = None,
     ) -> None:
-        self.limits = limits
-        self.allocator = allocator
-        self.seats = Seats(limits.max_num_seqs)
-        self.memory = Memory(allocator, host_pool or SwapPool(0))
-        self.scheduler = scheduler
-        self.waiting = queue
-        self.now = 0
-        self.token_budget_left = 0
-        self._admission = admission
-        self._victim = victim
-        self._preemption = preemption
-        self._policies = (scheduler, queue, admission, victim, preemption, allocator, eviction)
+        super().__init__(
+            limits=limits,
+            allocator=policies.allocator,
+            seats=Seats(limits.max_num_seqs),
+            memory=Memory(policies.allocator, host_pool or SwapPool(0)),
+            line=WaitingLine(policies),
+        )
+        self.policies = policies
+        self.scheduler = policies.scheduler
+        self.num_advances = 0
+        """How often a sequence got further than it ever was, or ended."""
+        self.refusals = Refusals(self.line, policies)
+        self._forks = Forks(self.seats, self.memory, self.line)
+        self._preemptor = Preemptor(
+            seats=self.seats,
+            memory=self.memory,
+            line=self.line,
+            policies=policies,
+        )
         self._plan = StepPlan(step=0, now_ns=0)
         self._next_step = 0
         self._inbox: list[Callable[[], None]] = []
-        self._aborted: list[Sequence] = []
+        self.aborted: list[Sequence] = []
+        """Aborted, and not yet taken note of."""
+        self._looked_at: Sequence | None = None
+        self._closed = False
+        """Whether somebody was preempted in this plan so that nobody may enter in it."""
 
     # ---- what the engine calls
 
     def enqueue(self, seq: Sequence) -> None:
         """Let `seq` wait from the next plan on."""
-        self._inbox.append(lambda: self.waiting.push(seq))
+        self._inbox.append(lambda: self.line.push(seq, self.now))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` go on from the computed tokens of `parent`, or wait if that does not run or seats are short."""
-        self._inbox.append(lambda: self._fork_or_wait(parent, child))
+        self._inbox.append(lambda: self._forks.branch(parent, child))
 
     def abort(self, seq: Sequence) -> None:
         """End `seq` at the start of the next plan, wherever it is then."""
@@ -76,7 +86,9 @@ class SchedulingContext:
         self.now = now
         self.token_budget_left = self.limits.max_num_batched_tokens
         self._plan = plan = StepPlan(step=self._next_step, now_ns=now)
-        self.memory.begin_plan(plan)
+        self._looked_at, self._closed = None, False
+        for part in (self.memory, self._preemptor, self.refusals, self._forks):
+            part.begin_plan(plan)
         inbox, self._inbox = self._inbox, []
         try:
             for message in inbox:
@@ -85,26 +97,34 @@ class SchedulingContext:
         except PolicyError:
             raise
         except Exception as error:
-            raise self.blame(error, self.scheduler) or error from error
+            raise self.blame(error, "scheduler") or error from error
+        self._looked_at = None
+        self.line.check(plan.step)
+        self.refusals.explain_the_rest(self.token_budget_left, self.num_free_seats)
         self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
         return plan
 
-    def blame(self, error: Exception, default: object | None = None) -> PolicyError | None:
-        """`error` as one of the policy in whose code it was raised, or else of `default`, if there is one."""
-        return blamed(error, self._policies, self._plan.step, default)
+    def blame(self, error: Exception, default: str | None = None) -> PolicyError | None:
+        """`error` as one of the policy in whose code it was raised, or else of the kind `default`, if any."""
+        return self.policies.blamed(error, self._plan.step, self._looked_at, default)
 
-    def take_aborted(self) -> list[Sequence]:
-        """The sequences that were aborted since the last call."""
-        aborted, self._aborted = self._aborted, []
-        return aborted
+    def advanced(self, seq: Sequence, num_tokens: int) -> None:
+        """`num_tokens` more tokens of `seq`, which runs, have their KV in the pool."""
+        self.memory.computed(seq, num_tokens)
+        if seq in self.seats.prefilling and not seq.is_prefilling:
+            del self.seats.prefilling[seq]
+        if seq.num_computed_tokens > seq.num_computed_peak:
+            self.num_advances += 1
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a running sequence: free its blocks, or hold them if the scheduler keeps finished rows."""
         seq.finish_reason = reason
         seq.state = SequenceState.FINISHED
+        self.num_advances += 1
         self.seats.leave(seq)
+        self.policies.predictor.finished(seq)
         if self.scheduler.holds_finished:
             self.seats.held.append(seq)
         else:
@@ -112,11 +132,7 @@ class SchedulingContext:
 
     def fork_choices(self, leader: Sequence, forks: tuple[Sequence, ...]) -> None:
         """The prompt of `leader` is computed: `forks` take the seats kept for them, its other siblings wait."""
-        siblings = self.seats.give_to_siblings(leader)
-        for child in forks:
-            child.times.admitted_ns = leader.times.admitted_ns
-            self._start_fork(leader, child)
-        for child in siblings[len(forks) :]:
+        for child in self._forks.choices(leader, forks):
             self.enqueue(child)
 
     def release_held(self) -> list[Sequence]:
@@ -125,6 +141,11 @@ class SchedulingContext:
         for seq in released:
             self.memory.free(seq)
         return released
+
+    def committed(self, plan: StepPlan) -> None:
+        """The results of `plan` are taken: let those policies know that count tokens."""
+        self.waiting.committed(plan)
+        self.policies.admission.committed(plan)
 
     @property
     def has_work(self) -> bool:
@@ -137,36 +158,13 @@ class SchedulingContext:
 
     def check_integrity(self, *, thorough: bool = True) -> None:
         """Raise AssertionError unless every block is accounted for by the live sequences."""
-        self.memory.check_integrity([*self.seats.running, *self.held], self.waiting, thorough=thorough)
+        self.memory.check_integrity([*self.seats.running, *self.held], self.line, thorough=thorough)
 
     # ---- what a policy sees (the contract is policies.SchedulingView)
 
-    @property
-    def running(self) -> Iterator[Sequence]:
-        return iter(self.seats)
-
-    @property
-    def held(self) -> list[Sequence]:
-        return self.seats.held
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.allocator.num_free_blocks
-
-    @property
-    def num_promised_blocks(self) -> int:
-        needed = self.allocator.blocks_needed
-        return sum(needed(seq, seq.num_tokens) for seq in self.seats.running if seq.is_prefilling)
-
-    def uncomputed(self, seq: Sequence) -> int:
-        return len(seq.token_ids) - self.memory.num_computed(seq) - seq.num_scheduled_tokens
-
-    def blocks_needed(self, seq: Sequence, num_tokens: int) -> int:
-        return self.allocator.blocks_needed(seq, num_tokens)
-
     def schedule(self, seq: Sequence, max_tokens: int) -> int:
         if seq.state is not SequenceState.RUNNING:
-            raise self._broken(self.scheduler, f"scheduled {seq}, which does not run")
+            raise self._broken(f"scheduled {seq}, which does not run")
         uncomputed = len(seq.token_ids) - seq.num_computed_tokens - seq.num_scheduled_tokens
         count = min(max_tokens, uncomputed, self.token_budget_left)
         if not self.scheduler.chunks:  # all or nothing, however little was asked for
@@ -179,30 +177,69 @@ class SchedulingContext:
         self._add_row(seq, count)
         return count
 
+    def schedule_decodes(self) -> None:
+        rows = self._plan.rows
+        running = SequenceState.RUNNING
+        for seq in list(self.seats.running):
+            start = seq.num_computed_tokens
+            if len(seq.token_ids) - start != 1 or seq.num_scheduled_tokens or seq.state is not running:
+                continue
+            if self.token_budget_left < 1:
+                return
+            if start >= seq.block_table.num_slots and not self._grow(seq, start + 1):
+                continue
+            forks = self.seats.kept_for(seq) if seq.siblings else ()
+            rows.append(ScheduledRow(seq, start, 1, True, forks))
+            seq.num_scheduled_tokens = 1
+            self.token_budget_left -= 1
+
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
         if seq.state not in WAITING_STATES:
-            raise self._broken(self.scheduler, f"admitted {seq}, which does not wait")
+            raise self._broken(f"admitted {seq}, which does not wait")
+        self._looked_at = seq
         start = self.memory.num_computed(seq)
         uncomputed = len(seq.token_ids) - start
         count = min(uncomputed, self.token_budget_left, uncomputed if max_tokens is None else max_tokens)
         refusal = self._refuses(seq, count, uncomputed)
+        free = self.allocator.num_free_blocks
         if refusal is None:
-            free = self.num_free_blocks
             refusal = self.memory.enter(seq, start + count)
         if refusal is not None:
-            self._record(Decision(Action.REFUSE, seq, refusal.reason, refusal.detail))
+            if self.refusals.add(seq, refusal):
+                self._end_waiting(seq, FinishReason.REFUSED)
+                self._plan.refused.append(seq)
             return 0
-        action = Action.ADMIT if seq.state is SequenceState.WAITING else Action.RESUME
-        self.waiting.remove(seq)
+        after = self.allocator.num_free_blocks
+        first = seq.state is SequenceState.WAITING
+        self.line.remove(seq)
+        self.token_budget_left += self._preemptor.make_seats(seq)
         self.seats.take(seq, self.now)
+        if count < uncomputed:
+            self.seats.prefilling[seq] = None
         self._add_row(seq, count)
-        taken = free - self.num_free_blocks
-        self._record(Decision(action, seq, "", "", taken, count, free, start))
+        if first:
+            self.waiting.admitted(seq, uncomputed)
+        action = Action.ADMIT if first else Action.RESUME
+        self._record(Decision(action, seq, "", "", free - after, count, free, start, after))
         return count
+
+    def refuse(self, seq: Sequence, reason: Reason, detail: str = "") -> None:
+        if not self.line.queued(seq):
+            raise self._broken(f"refused {seq}, which does not wait")
+        self.refusals.add(seq, Refusal(reason, detail))
+
+    def preempt(self, seq: Sequence, reason: Reason, beneficiary: Sequence) -> bool:
+        if seq.state is not SequenceState.RUNNING:
+            raise self._broken(f"preempted {seq}, which does not run")
+        if not self._preemptor.preempts or len(seq.token_ids) <= seq.num_tokens_at_entry:
+            return False
+        self.token_budget_left += self._preemptor.preempt(seq, beneficiary, reason, "scheduler")
+        self._closed = True
+        return True
 
     def idle_row(self, seq: Sequence) -> bool:
         if seq not in self.held:
-            raise self._broken(self.scheduler, f"asked for an idle row of {seq}, which is not held")
+            raise self._broken(f"asked for an idle row of {seq}, which is not held")
         if self.token_budget_left < 1:
             return False
         self.token_budget_left -= 1
@@ -214,9 +251,8 @@ class SchedulingContext:
         self.token_budget_left -= padding
         self._plan.padding_tokens += padding
 
-    def stop(self, reason: Reason) -> None:
-        if len(self.waiting):
-            self._record(Decision(Action.STOP, None, reason, num_tokens=len(self.waiting)))
+    def stop(self, reason: Reason, detail: str = "") -> None:
+        self.refusals.stop(reason, detail)
 
     def wake_at(self, moment_ns: int) -> None:
         if moment_ns > self.now:  # else it is no moment to wait for: an engine that slept for it would spin
@@ -226,13 +262,14 @@ class SchedulingContext:
 
     def _refuses(self, seq: Sequence, count: int, uncomputed: int) -> Refusal | None:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
-        if self._plan.preempted:
+        if self._closed:
             return Refusal(Reason.AFTER_PREEMPTION)
-        if self.seats.wanted(seq) > self.seats.num_free:
+        seats = self.seats
+        if seats.wanted(seq) > seats.num_free and not (self._preemptor.preempts and seats.could_seat(seq)):
             return Refusal(Reason.MAX_NUM_SEQS)
         if count < (1 if self.scheduler.chunks else uncomputed):
             return Refusal(Reason.NO_TOKEN_BUDGET, f"{uncomputed} needed, {count} allowed")
-        return self._admission.refuses(seq, self)
+        return self.policies.admission.refuses(seq, self)
 
     def _add_row(self, seq: Sequence, count: int) -> None:
         """Schedule `count` more tokens of `seq`, in the row it has in this plan if it has one."""
@@ -249,58 +286,27 @@ class SchedulingContext:
         self.token_budget_left -= count
 
     def _grow(self, seq: Sequence, end: int) -> bool:
-        """Get slots for `seq` up to token `end`, preempting as needed; False when `seq` itself gave way."""
-        while True:
-            refusal = self.memory.grow(seq, end)
-            if refusal is None:
-                return True
-            victim = self._choose_victim(seq)
-            if victim is None:
-                if self._plan.preempted:
-                    return False  # what this plan still has to copy may keep blocks until its step is over
-                if not any(seq.block_table.blocks for seq in self.held):
-                    raise PolicyError(
-                        f"step {self._plan.step}: {seq} runs alone and its allocator refuses "
-                        f"{end} slots: {refusal.reason} {refusal.detail}"
-                    )
-                self._free_one_held()
-                continue
-            self._preempt(victim, seq)
-            if victim is seq:
+        """Get slots for `seq` up to token `end`, preempting as needed; False when that is not to be now."""
+        self._looked_at = seq
+        while (refusal := self.memory.grow(seq, end)) is not None:
+            if not self._preemptor.preempts:
+                self._record(Decision(Action.REFUSE, seq, refusal.reason, refusal.detail))
                 return False
-
-    def _choose_victim(self, needy: Sequence) -> Sequence | None:
-        """The victim policy's choice among all running but the oldest, None when there is nobody else."""
-        candidates = self.seats.all_but_the_oldest()
-        if not candidates:
-            return None
-        victim = self._victim.choose(candidates, needy)
-        if victim not in candidates:
-            raise self._broken(self._victim, f"chose {victim}, which is not a candidate")
-        return victim
-
-    def _preempt(self, victim: Sequence, needy: Sequence) -> None:
-        """Take `victim` out of the batch and of this plan, and let it wait again."""
-        plan, free = self._plan, self.num_free_blocks
-        lost = victim.num_computed_tokens
-        if victim.num_scheduled_tokens:
-            plan.rows = [row for row in plan.rows if row.seq is not victim]
-            self.token_budget_left += victim.num_scheduled_tokens
-            victim.num_scheduled_tokens = 0
-        mechanism = self._preemption.mechanism(victim)
-        if mechanism not in tuple(Mechanism):
-            raise self._broken(self._preemption, f"answered {mechanism!r}, which is no Mechanism")
-        swapped, refusal = self.memory.give_way(victim, swap=mechanism == Mechanism.SWAP)
-        if refusal is not None:
-            self._record(Decision(Action.REFUSE, victim, refusal.reason, refusal.detail))
-        victim.num_preemptions += 1
-        victim.state = SequenceState.SWAPPED if swapped else SequenceState.PREEMPTED
-        self.seats.leave(victim)
-        self.waiting.push(victim)
-        plan.preempted.append(victim)
-        freed = self.num_free_blocks - free
-        action = Action.SWAP_OUT if swapped else Action.PREEMPT
-        self._record(Decision(action, victim, Reason.PREEMPTED_FOR, needy.id, freed, lost, free))
+            victim = self._preemptor.victim_for(seq)
+            if victim is not None:
+                self.token_budget_left += self._preemptor.preempt(victim, seq, Reason.PREEMPTED_FOR, "victim")
+                self.policies.admission.preempted()
+                self._closed = True
+                if victim is seq:
+                    return False
+            elif self._plan.preempted:
+                return False  # what this plan still has to copy may keep blocks until its step is over
+            elif any(held.block_table.blocks for held in self.held):
+                self._free_one_held()
+            else:
+                problem = f"refuses {end} slots to who runs alone: {refusal.reason} {refusal.detail}"
+                raise self.policies.broken("allocator", self._plan.step, problem, seq)
+        return True
 
     def _free_one_held(self) -> None:
         """A finished row of a static batch gives its blocks to the last one running; its seat stays taken."""
@@ -308,25 +314,10 @@ class SchedulingContext:
         self.memory.free(richest)
         richest.num_computed_tokens = 0
 
-    def _fork_or_wait(self, parent: Sequence, child: Sequence) -> None:
-        if child.state is SequenceState.FINISHED:
-            return  # aborted before it began
-        if parent.state is SequenceState.RUNNING and self.seats.wanted(child) <= self.seats.num_free:
-            self._start_fork(parent, child)
-        else:
-            self.waiting.push(child)
-
-    def _start_fork(self, parent: Sequence, child: Sequence) -> None:
-        self.memory.fork(parent, child)
-        self.seats.take(child, self.now)
-        num_blocks, computed = len(child.block_table.blocks), child.num_computed_tokens
-        free = self.num_free_blocks
-        self._record(Decision(Action.FORK, child, "", parent.id, num_blocks, computed, free, computed))
-
     def _abort(self, seq: Sequence) -> None:
         if seq in self.held:  # it keeps its row until the batch drains, but nobody gets its answer
             seq.finish_reason = FinishReason.ABORT
-            self._aborted.append(seq)
+            self.aborted.append(seq)
         if seq.state is SequenceState.FINISHED:
             return
         free = self.num_free_blocks
@@ -334,16 +325,24 @@ class SchedulingContext:
         if seq.state is SequenceState.RUNNING:
             self.seats.leave(seq)
             freed = self.memory.free(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq)
+        self._end_waiting(seq, FinishReason.ABORT)
+        self.aborted.append(seq)
+        after = self.num_free_blocks
+        self._record(
+            Decision(Action.ABORT, seq, num_blocks=freed, num_free_before=free, num_free_after=after)
+        )
+
+    def _end_waiting(self, seq: Sequence, reason: FinishReason) -> None:
+        """`seq`, which does not run, ends."""
+        if seq in self.line:
+            self.line.remove(seq)
             self.memory.drop_host(seq)
         seq.state = SequenceState.FINISHED
-        seq.finish_reason = FinishReason.ABORT
-        self._aborted.append(seq)
-        self._record(Decision(Action.ABORT, seq, num_blocks=freed, num_free_before=free))
+        seq.finish_reason = reason
+        self.num_advances += 1
 
     def _record(self, decision: Decision) -> None:
         self._plan.decisions.append(decision)
 
-    def _broken(self, policy: object, what: str) -> PolicyError:
-        return PolicyError(f"{type(policy).__name__}, step {self._plan.step}: {what}")
+    def _broken(self, what: str) -> PolicyError:
+        return self.policies.broken("scheduler", self._plan.step, what)

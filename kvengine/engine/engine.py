@@ -18,6 +18,9 @@ from kvengine.policies import Executor
 MAX_EMPTY_STEPS = 1000
 """So many steps in a row that decide but compute nothing are taken for a policy going round in circles."""
 
+MAX_IDLE_PLANS = 10_000
+"""So are so many plans in a row that schedule nothing and ask to wait, while nothing arrives."""
+
 
 class Engine:
     """One engine: a context, an executor and a clock. Two of them in a process share nothing."""
@@ -38,11 +41,13 @@ class Engine:
         self.recorder: Recorder = recorder or NullRecorder()
         self._intake = intake
         self._live: dict[str, set[Sequence]] = {}
-        self._num_empty_steps = 0
+        self._num_empty_steps = self._num_idle_plans = 0
+        self._num_advances = self._num_steps_without_advance = 0
         self._check_every_step = check_every_step
 
     def add_request(self, request: Request) -> None:
         """Let `request` wait; RequestError if its id is in use or it can never be served."""
+        self._num_idle_plans = 0
         for seq in self._accept(request):
             self.context.enqueue(seq)
 
@@ -91,13 +96,16 @@ class Engine:
         if plan.is_idle:
             self.context.check_integrity(thorough=self._check_every_step)
             self.recorder.idle(plan)
+            self._count_idle_plan()
             return Idle(plan.wake_at)
+        self._num_idle_plans = 0
         result = self._execute(plan)
         self.clock.advance(result.duration_ns)
         end = self.clock.now()
         outputs = self._commit(plan, result, end)
         self.recorder.step(plan, result, self._pool_state(), end)
         self._forget_finished(outputs, end)
+        self._watch_progress(plan)
         if self._check_every_step:
             self.context.check_integrity()
         return outputs
@@ -106,16 +114,39 @@ class Engine:
         """The error that ends a run in which nothing can happen any more, saying who waits."""
         context = self.context
         running = ", ".join(map(repr, list(context.running)[:3])) or "nobody"
-        head = f"the head is {context.waiting.peek()}" if len(context.waiting) else "the queue is empty"
+        waiting = next(iter(context.line), None)
+        head = f", first {waiting}" if waiting is not None else ""
+        last = context.refusals.last_words
+        why = f"; refused last: {last} (admission={context.policies.name('admission')})" if last else ""
         return EngineStalledError(
-            f"no progress: {type(context.scheduler).__name__} schedules nothing and names no time to be asked "
-            f"again; {len(context.waiting)} wait ({head}), running: {running}, "
-            f"{context.num_free_blocks} of {context.allocator.num_blocks} blocks free"
+            f"no progress: scheduler={context.policies.name('scheduler')} schedules nothing and names no time to be "
+            f"asked again; {len(context.line)} wait{head}, running: {running}, "
+            f"{context.num_free_blocks} of {context.allocator.num_blocks} blocks free{why}"
         )
 
     def close(self) -> None:
         """Free what the executor holds (model, caches)."""
         self.executor.close()
+
+    def _count_idle_plan(self) -> None:
+        """EngineStalledError when a policy keeps asking to wait and nothing comes of it."""
+        self._num_idle_plans += 1
+        if self._num_idle_plans > MAX_IDLE_PLANS and self._live:
+            raise self.stalled()
+
+    def _watch_progress(self, plan: StepPlan) -> None:
+        """PolicyError when step after step computes only what was computed before.
+
+        The longest that a sound scheduler can need is to compute one sequence again, a token a step.
+        """
+        advances = self.context.num_advances
+        self._num_steps_without_advance += 1
+        if advances != self._num_advances:
+            self._num_advances, self._num_steps_without_advance = advances, 0
+        elif self._num_steps_without_advance > MAX_EMPTY_STEPS + self.context.limits.max_model_len:
+            what = f"nobody got further in {self._num_steps_without_advance} steps"
+            oldest = next(self.context.running, None)
+            raise self.context.policies.broken("scheduler", plan.step, what, oldest)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """The executor's result, checked: one list per row, an id for each sequence of a row that samples."""
@@ -155,7 +186,7 @@ class Engine:
         return PoolState(
             context.num_running,
             len(context.held),
-            len(context.waiting),
+            len(context.line),
             allocator.num_free_blocks,
             allocator.num_cached_blocks,
             allocator.num_saved_blocks,
@@ -186,6 +217,9 @@ class Engine:
             name = type(self.context.allocator).__name__
             problem = f"{name} does not share blocks, so nothing can be forked; take allocator=paged"
             raise RequestError(request.id, problem)
+        if not self.context.policies.preemption.preempts:
+            problem = "under preemption=never nobody reserved room for a branch; take preemption=recompute"
+            raise RequestError(request.id, problem)
         live = self._live.get(request.fork_of or "", ())
         parent = next((seq for seq in live if seq.choice == 0 and seq.finish_reason is None), None)
         if parent is None:
@@ -193,7 +227,8 @@ class Engine:
         return parent
 
     def _note_aborted(self) -> None:
-        for seq in self.context.take_aborted():
+        aborted, self.context.aborted = self.context.aborted, []
+        for seq in aborted:
             seq.times.finished_ns = self.clock.now()
             self.recorder.finished(seq, self.clock.now())
 

@@ -16,8 +16,9 @@ class Intake:
     """Checks requests against the model, the limits and the pool, and makes their sequences.
 
     A request of P prompt tokens and M new ones needs P + M - 1 slots, since the last new token is never fed
-    back. Each of its n sequences must fit an empty pool alone: they are scheduled singly. `refuses_for_good` is
-    the allocator's word on that, asked for each of them.
+    back. Each of its n sequences must fit an empty pool alone: they are scheduled singly; where nobody is ever
+    preempted (`choices_must_fit_together`), all of them at once. `refuses_for_good` is the allocator's word on
+    that, asked for each of them.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Intake:
         eos_token_ids: tuple[int, ...],
         seed: int | None,
         refuses_for_good: Callable[[Sequence], str | None] | None = None,
+        choices_must_fit_together: bool = False,
     ) -> None:
         self._limits = limits
         self._capacity = capacity
@@ -36,6 +38,7 @@ class Intake:
         self._eos = frozenset(eos_token_ids)
         self._seed = secrets.randbits(64) if seed is None else seed
         self._refuses_for_good = refuses_for_good
+        self._together = choices_must_fit_together
         self._num_requests = 0
         self._num_sequences = 0
 
@@ -114,7 +117,15 @@ class Intake:
                 f"NEVER_FITS: {prompt} prompt tokens and {new or 1} new ones need {prompt + (new or 1) - 1} slots, "
                 f"the whole KV pool can give one sequence {self._capacity}",
             )
-        return min(longest, self._capacity + 1) if new is None else prompt + new
+        total = min(longest, self._capacity + 1) if new is None else prompt + new
+        n = request.sampling.n
+        if self._together and n * (total - 1) > self._capacity:
+            raise RequestError(
+                request.id,
+                f"NEVER_FITS: n={n} choices of up to {total} tokens need {n * (total - 1)} slots if none is ever "
+                f"preempted, the whole KV pool has {self._capacity}",
+            )
+        return total
 
 
 def derive_seed(*parts: int) -> int:

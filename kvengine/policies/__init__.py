@@ -10,6 +10,7 @@ from kvengine.policies.running import Attention, Build, Executor, Model, Tokeniz
 from kvengine.policies.scheduling import (
     Admission,
     Mechanism,
+    Predictor,
     Preemption,
     Queue,
     Scheduler,
@@ -19,5 +20,5 @@ from kvengine.policies.scheduling import (
 
 __all__ = [
     "Admission", "Allocator", "Attention", "Build", "CachedBlock", "Eviction", "Executor", "HostPool", "Mechanism",
-    "Model", "Preemption", "Queue", "Scheduler", "SchedulingView", "Tokenizer", "Victim", "Workload",
+    "Model", "Predictor", "Preemption", "Queue", "Scheduler", "SchedulingView", "Tokenizer", "Victim", "Workload",
 ]  # fmt: skip

@@ -10,14 +10,16 @@ from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import RequestOutput, StepPlan, StepResult
 from kvengine.core.request import Request
 from kvengine.core.shapes import KvShape, ModelShape, PrefixCacheConfig
-from kvengine.policies.memory import Eviction, HostPool
+from kvengine.policies.memory import Allocator, Eviction, HostPool
+from kvengine.policies.scheduling import Predictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """What is assembled before a factory runs; a field is None where its part comes later.
 
-    Order: model, scheduler, limits, kv, eviction, the other policies, attention, workload, executor.
+    Order: model, kv, eviction, predictor, scheduler, limits, allocator, the other policies, attention, workload,
+    executor.
     """
 
     seed: int | None = 0
@@ -27,6 +29,8 @@ class Build:
     prefix_cache: PrefixCacheConfig = field(default_factory=PrefixCacheConfig)
     host_pool: HostPool | None = None
     eviction: Eviction | None = None
+    predictor: Predictor | None = None
+    allocator: Allocator | None = None
     attention: Attention | None = None
 
 

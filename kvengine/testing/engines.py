@@ -28,6 +28,7 @@ DEFAULT_POLICIES = {
     "admission": "whole_prompt",
     "victim": "latest_arrival",
     "preemption": "recompute",
+    "predictor": "oracle",
 }
 
 
@@ -80,17 +81,18 @@ class TestEngine:
         )
         choices = _choices(policies or {}, settings or {})
         cache = prefix_cache or PrefixCacheConfig()
-        limits, parts = build_policies(registry or discover(), choices, config, kv, cache)
+        limits, parts, host_pool = build_policies(registry or discover(), choices, config, kv, cache)
         self.engine = Engine(
-            context=SchedulingContext(limits=limits, **parts),
+            context=SchedulingContext(limits=limits, policies=parts, host_pool=host_pool),
             executor=NullExecutor(NullConfig(), block_size=block_size, source=source or ChecksumSource()),
             intake=Intake(
                 limits=limits,
-                capacity=parts["allocator"].capacity,
+                capacity=parts.allocator.capacity,
                 vocab_size=vocab_size,
                 eos_token_ids=eos_token_ids,
                 seed=config.seed,
-                refuses_for_good=parts["allocator"].refuses_for_good,
+                refuses_for_good=parts.allocator.refuses_for_good,
+                choices_must_fit_together=not parts.preemption.preempts,
             ),
             clock=VirtualClock(),
             recorder=self.log,

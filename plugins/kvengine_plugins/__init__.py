@@ -11,6 +11,7 @@ from kvengine_plugins.attention import register_attention
 from kvengine_plugins.evictions import register_evictions
 from kvengine_plugins.executors import register_executors
 from kvengine_plugins.models import register_models
+from kvengine_plugins.predictors import register_predictors
 from kvengine_plugins.preemptions import register_preemptions
 from kvengine_plugins.queues import register_queues
 from kvengine_plugins.schedulers import register_schedulers
@@ -33,6 +34,7 @@ def kvengine_register(registry: Registry) -> None:
     register_admissions(registry)
     register_victims(registry)
     register_preemptions(registry)
+    register_predictors(registry)
     register_attention(registry)
     register_executors(registry)
     register_workloads(registry)

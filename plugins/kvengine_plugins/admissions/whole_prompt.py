@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence
-from kvengine.policies import SchedulingView
+from kvengine.policies import Admission, SchedulingView
 
 
-class WholePromptAdmission:
+class WholePromptAdmission(Admission):
     """Optimistic about what a sequence will generate, exact about what it already has.
 
     The other choices of a request get a block each for their own copy of the prompt's end, unless nothing runs.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvengine.core.sequence import Sequence
-from kvengine.policies import Mechanism
+from kvengine.policies import Mechanism, Preemption
 
 
-class RecomputePreemption:
+class RecomputePreemption(Preemption):
     """Costs one prefill of all tokens so far, and no host memory."""
 
     def mechanism(self, victim: Sequence) -> Mechanism:

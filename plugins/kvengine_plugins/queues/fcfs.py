@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvengine.core.sequence import Sequence
+from kvengine.policies import Queue
 
 
-class FcfsQueue:
+class FcfsQueue(Queue):
     """Ordered by arrival. Pushing a newcomer and taking the head cost O(1)."""
 
     def __init__(self) -> None:

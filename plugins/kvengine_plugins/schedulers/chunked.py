@@ -15,13 +15,11 @@ class ChunkedScheduler(Scheduler):
     chunks = True
 
     def schedule(self, view: SchedulingView) -> None:
-        for seq in view.running:
-            if not seq.is_prefilling:
-                view.schedule(seq, max_tokens=1)
-        for seq in view.running:
-            if seq.is_prefilling:
-                view.schedule(seq, view.token_budget_left)
-        while len(view.waiting) and view.token_budget_left:
-            if not view.admit(view.waiting.peek(), view.token_budget_left):
-                return
-        view.stop(Reason.NO_TOKEN_BUDGET)
+        view.schedule_decodes()
+        for seq in view.prefilling:
+            view.schedule(seq, view.token_budget_left)
+        for seq in view.heads:
+            if not view.token_budget_left:
+                return view.stop(Reason.NO_TOKEN_BUDGET)
+            view.admit(seq, view.token_budget_left)
+        return None

@@ -13,10 +13,5 @@ class ContinuousScheduler(Scheduler):
     """A step is either the prefill of all that may enter, or one token for everybody who runs."""
 
     def schedule(self, view: SchedulingView) -> None:
-        admitted = 0
-        while len(view.waiting) and view.admit(view.waiting.peek()):
-            admitted += 1
-        if admitted:
-            return
-        for seq in view.running:
-            view.schedule(seq, max_tokens=1)
+        if not sum(view.admit(seq) for seq in view.heads):
+            view.schedule_decodes()

@@ -12,7 +12,7 @@ from typing import Literal
 from kvengine.core.errors import ConfigError
 from kvengine.core.reasons import Reason
 from kvengine.core.sequence import Sequence, SequenceState
-from kvengine.policies import SchedulingView
+from kvengine.policies import Scheduler, SchedulingView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class StaticConfig:
             )
 
 
-class StaticScheduler:
+class StaticScheduler(Scheduler):
     """Finished rows go on costing a row per step, and every prompt is padded to the longest of its batch.
 
     A batch whose padded prompts exceed the token budget is prefilled over several steps; its decodes begin
@@ -51,7 +51,7 @@ class StaticScheduler:
         self._width = 0
 
     @property
-    def batch_open(self) -> bool:
+    def batch_open(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return bool(self._members)
 
     def schedule(self, view: SchedulingView) -> None:
@@ -98,7 +98,6 @@ class StaticScheduler:
         return entered > 0
 
     def _decode(self, view: SchedulingView) -> None:
-        for seq in view.running:
-            view.schedule(seq, max_tokens=1)
+        view.schedule_decodes()
         for seq in view.held:
             view.idle_row(seq)

@@ -8,6 +8,7 @@ import pytest
 
 from kvengine.core.errors import ConfigError, PolicyError
 from kvengine.core.shapes import PrefixCacheConfig
+from kvengine.policies import Preemption
 from kvengine.registry import discover
 from kvengine.testing.engines import TestEngine
 
@@ -26,7 +27,7 @@ class Incomparable:
         return "a" if block.depth % 2 else 1
 
 
-class Answers:
+class Answers(Preemption):
     """A preemption policy of any answer."""
 
     def __init__(self, answer: object) -> None:
@@ -46,7 +47,7 @@ def engine_with(kind: str, policy: object, **options: Any) -> TestEngine:
 
 
 def test_an_eviction_policy_that_raises_while_a_request_ends() -> None:
-    with pytest.raises(PolicyError, match=r"^Broken, step \d+: raised KeyError: 'rank'$"):
+    with pytest.raises(PolicyError, match=r"^eviction=\w+ \(Broken\), step \d+.*: raised KeyError: 'rank'$"):
         engine_with("eviction", Broken()).run()
 
 
@@ -61,7 +62,8 @@ def test_an_eviction_policy_whose_ranks_cannot_be_compared() -> None:
 @pytest.mark.parametrize("answer", ["teleport", None, 1])
 def test_a_preemption_policy_that_answers_nothing_known(answer: object) -> None:
     with pytest.raises(
-        PolicyError, match=rf"^Answers, step \d+: answered {answer!r}, which is no Mechanism$"
+        PolicyError,
+        match=rf"^preemption=\w+ \(Answers\), step \d+, .*: answered {answer!r}, which is no Mechanism$",
     ):
         engine_with("preemption", Answers(answer)).run()
 

@@ -1,0 +1,81 @@
+"""Why those wait that wait: every plan leaves a reason for each of them."""
+
+from __future__ import annotations
+
+from kvengine.core.decision import Action, Decision
+from kvengine.core.plan import StepPlan
+from kvengine.core.reasons import Reason, Refusal, Verdict
+from kvengine.core.sequence import Sequence, SequenceState
+from kvengine.engine.policy_set import PolicySet
+from kvengine.engine.waiting import WaitingLine
+
+MAX_REFUSALS_OF_ONE = 1000
+"""So many refusals of one sequence in one plan are taken for a scheduler going round in circles."""
+
+
+class Refusals:
+    """The refusals of the plan being made, and one reason for all whom the scheduler did not look at."""
+
+    def __init__(self, line: WaitingLine, policies: PolicySet) -> None:
+        self._line = line
+        self._policies = policies
+        self._plan = StepPlan(step=0, now_ns=0)
+        self._counts: dict[Sequence, int] = {}
+        self._last: Sequence | None = None
+        self._stopped = False
+        self.last_words = ""
+        """Who was refused last in the last plan that refused anybody, and why, for errors."""
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self._counts.clear()
+        self._last = None
+        self._stopped = False
+
+    def add(self, seq: Sequence, refusal: Refusal) -> bool:
+        """`seq` does not enter in this plan; whether it will never."""
+        plan = self._plan
+        count = self._counts[seq] = self._counts.get(seq, 0) + 1
+        if count > MAX_REFUSALS_OF_ONE:
+            problem = (
+                f"asked for it {count} times in one plan, refused with {refusal.reason} {refusal.detail}"
+            )
+            raise self._policies.broken("scheduler", plan.step, problem, seq)
+        reason, detail, verdict = refusal
+        if verdict is not Verdict.WAIT and (seq.deferred or seq.state is not SequenceState.WAITING):
+            problem = "may not defer or refuse for good who ran already, or was deferred before"
+            raise self._policies.broken("admission", plan.step, problem, seq)
+        self.last_words = f"{seq} {reason} {detail}".rstrip()
+        action, policy = Action.REFUSE, ""
+        if verdict is not Verdict.WAIT:
+            action = Action.DEFER if verdict is Verdict.DEFER else Action.REJECT
+            policy = self._policies.name("admission")
+            del self._counts[seq]
+        else:
+            self._last = seq
+        plan.decisions.append(Decision(action, seq, reason, detail, policy=policy))
+        if verdict is Verdict.DEFER:
+            self._line.defer(seq)
+        return verdict is Verdict.REFUSE
+
+    def stop(self, reason: Reason, detail: str = "") -> None:
+        """The reason of all that were not refused one by one; the first that is stated counts."""
+        rest = self._line.num_queued - len(self._counts)
+        if rest > 0 and not self._stopped:
+            self._stopped = True
+            self._plan.decisions.append(Decision(Action.STOP, None, reason, detail, num_tokens=rest))
+
+    def explain_the_rest(self, token_budget_left: int, num_free_seats: int) -> None:
+        """State the reason of those whom the scheduler passed over without a word."""
+        if self._stopped or self._line.num_queued <= len(self._counts):
+            return
+        if self._last is not None:
+            self.stop(Reason.HEAD_OF_LINE, self._last.id)
+        elif self._plan.preempted:
+            self.stop(Reason.AFTER_PREEMPTION)
+        elif token_budget_left < 1:
+            self.stop(Reason.NO_TOKEN_BUDGET)
+        elif num_free_seats < 1:
+            self.stop(Reason.MAX_NUM_SEQS)
+        else:
+            self.stop(Reason.POLICY, f"scheduler={self._policies.name('scheduler')} passed it over")
