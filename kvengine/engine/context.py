@@ -93,6 +93,7 @@ class SchedulingContext(EngineView):
         try:
             for message in inbox:
                 message()
+            self.line.check(plan.step)
             self.scheduler.schedule(self)
         except PolicyError:
             raise
