@@ -140,6 +140,7 @@ def test_a_run_worked_out_by_hand() -> None:
         "num_preemptions": 0,
         "recomputed_tokens": 0,
         "padding_tokens": 0,
+        "row_steps": 9,
         "idle_row_share": 0,
         "fragmented_steps": 0,
     }
@@ -152,6 +153,7 @@ def test_a_static_batch_worked_out_by_hand(deliver: str) -> None:
     policies, settings = {"scheduler": "static"}, {"scheduler": {"deliver": deliver}}
     _, _, figures = run(work, policies=policies, settings=settings, max_num_seqs=5)
     assert figures["num_steps"] == 10
+    assert figures["row_steps"] == 40
     assert figures["idle_row_share"] == pytest.approx(24 / 40)
     assert figures["padding_tokens"] == 2 + 0 + 3 + 1
     assert figures["slot_occupancy"] == pytest.approx(16 / 10 / 5)

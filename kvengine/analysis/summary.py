@@ -194,5 +194,6 @@ def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
         "num_preemptions": _sum(steps, "num_preempted"),
         "recomputed_tokens": _sum(steps, "num_recomputed_tokens"),
         "padding_tokens": _sum(steps, "num_padding_tokens"),
+        "row_steps": rows + idle,
         "idle_row_share": idle / (rows + idle) if rows + idle else None,
     }
