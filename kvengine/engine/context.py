@@ -9,7 +9,7 @@ from kvengine.core.errors import PolicyError
 from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
-from kvengine.core.sequence import Sequence, SequenceState
+from kvengine.core.sequence import WAITING_STATES, Sequence, SequenceState
 from kvengine.engine.forks import Forks
 from kvengine.engine.memory import Memory
 from kvengine.engine.policy_set import PolicySet
@@ -19,8 +19,6 @@ from kvengine.engine.seats import Seats
 from kvengine.engine.view import EngineView
 from kvengine.engine.waiting import WaitingLine
 from kvengine.kv.host_pool import SwapPool
-
-WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
 
 
 class SchedulingContext(EngineView):
@@ -33,11 +31,7 @@ class SchedulingContext(EngineView):
     """
 
     def __init__(
-        self,
-        *,
-        limits: EngineLimits,
-        policies: PolicySet,
-        host_pool: SwapPool | None = None,
+        self, *, limits: EngineLimits, policies: PolicySet, host_pool: SwapPool | None = None
     ) -> None:
         super().__init__(
             limits=limits,
@@ -93,6 +87,7 @@ class SchedulingContext(EngineView):
         try:
             for message in inbox:
                 message()
+            self.line.check(plan.step)
             self.scheduler.schedule(self)
         except PolicyError:
             raise
@@ -178,20 +173,24 @@ class SchedulingContext(EngineView):
         return count
 
     def schedule_decodes(self) -> None:
-        rows = self._plan.rows
-        running = SequenceState.RUNNING
+        rows, left, running = self._plan.rows, self.token_budget_left, SequenceState.RUNNING
         for seq in list(self.seats.running):
             start = seq.num_computed_tokens
             if len(seq.token_ids) - start != 1 or seq.num_scheduled_tokens or seq.state is not running:
                 continue
-            if self.token_budget_left < 1:
-                return
-            if start >= seq.block_table.num_slots and not self._grow(seq, start + 1):
-                continue
+            if left < 1:
+                break
+            if start >= seq.block_table.num_slots:
+                self.token_budget_left = left
+                grown = self._grow(seq, start + 1)
+                left = self.token_budget_left
+                if not grown:
+                    continue
             forks = self.seats.kept_for(seq) if seq.siblings else ()
             rows.append(ScheduledRow(seq, start, 1, True, forks))
             seq.num_scheduled_tokens = 1
-            self.token_budget_left -= 1
+            left -= 1
+        self.token_budget_left = left
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
         if seq.state not in WAITING_STATES:
