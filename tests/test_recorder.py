@@ -35,12 +35,13 @@ COLUMNS = {
     " num_padding_tokens num_recomputed_tokens num_admitted num_preempted num_running num_held num_waiting"
     " num_free_blocks num_cached_blocks num_saved_blocks num_slots_held num_slots_owned num_host_blocks"
     " num_copied_blocks num_swapped_out_blocks num_swapped_in_blocks",
-    "requests": "request_id choice pair_key status finish_reason problem num_prompt_tokens num_cached_tokens"
-    " num_output_tokens arrival_ns admitted_ns first_token_ns last_token_ns finished_ns num_preemptions"
-    " num_recomputed_tokens",
+    "requests": "request_id choice pair_key tenant priority status finish_reason problem num_prompt_tokens"
+    " num_cached_tokens num_output_tokens arrival_ns admitted_ns first_token_ns last_token_ns finished_ns"
+    " num_preemptions num_recomputed_tokens",
     "tokens": "request_id choice first_step num_steps",
-    "decisions": "first_step last_step time_ns request_id choice action reason detail num_blocks num_tokens"
-    " num_free_before num_cached",
+    "prefills": "request_id choice first_step num_steps num_tokens",
+    "decisions": "first_step last_step time_ns last_ns request_id choice action reason detail policy num_blocks"
+    " num_tokens num_free_before num_free_after num_cached num_moved_blocks",
     "unwritten": "request_id choice first_step last_step num_slots",
 }
 """What README and analyses rely on: a column that is renamed breaks recorded runs."""

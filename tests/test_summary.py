@@ -112,6 +112,7 @@ def test_a_run_worked_out_by_hand() -> None:
         "num_requests": 3,
         "num_finished": 3,
         "num_unfinished": 0,
+        "num_refused": 0,
         "num_rejected": 0,
         "prompt_tokens": 16,
         "output_tokens": 9,
@@ -121,6 +122,13 @@ def test_a_run_worked_out_by_hand() -> None:
         "tpot_ms": percentiles(10, 10 + 0.8 * 10 / 3, 10 + 0.98 * 10 / 3),  # of 10, 10, 40 / 3
         "itl_ms": percentiles(10, 15, 19.5),  # of 10, 10, 10, 10, 10, 20
         "queue_ms": percentiles(0, 20, 24.5),  # of 0, 0, 25
+        "goodput_per_s": None,
+        "slo_attainment": None,
+        "by_priority": None,
+        "by_tenant": None,
+        "fairness_gap_tokens": None,
+        "decode_stall_ms": percentiles(0, 8, 9.8),  # of 0, 10 (c, in step 3), 0
+        "decode_stall_share": pytest.approx(10 / (20 + 40 + 10)),
         "kv_held_of_pool": mean_and_peak(50 / 160, 14 / 32),
         "kv_reserved_of_pool": mean_and_peak(5 / 160, 3 / 32),
         "kv_internal_of_pool": mean_and_peak(5 / 160, 3 / 32),
@@ -139,7 +147,9 @@ def test_a_run_worked_out_by_hand() -> None:
         "num_steps": 5,
         "num_preemptions": 0,
         "recomputed_tokens": 0,
+        "recompute_share": 0,
         "padding_tokens": 0,
+        "padding_share": 0,
         "row_steps": 9,
         "idle_row_share": 0,
         "fragmented_steps": 0,
@@ -353,7 +363,7 @@ def test_the_most_frequent_reason_wins(reason: Reason) -> None:
     steps = columns("steps", [step_row(i, i, i + 1) for i in range(100)])
 
     def refused(first: int, last: int, why: Reason, action: str = "refuse") -> tuple:
-        return (first, last, 0, "r", 0, action, why.value, "", 0, 0, 0, 0)
+        return (first, last, 0, 0, "r", 0, action, why.value, "", "", 0, 0, 0, 0, 0, 0)
 
     rows = [
         refused(0, 19, other),
