@@ -122,7 +122,7 @@ def discover() -> Registry:
     """
     registry = Registry()
     found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    for point in sorted(found, key=lambda p: (_distribution(p) != _own_distribution(), p.name)):
+    for point in sorted(found, key=lambda p: (_distribution(p) != own_distribution(), p.name)):
         try:
             registry.absorb(_load(point))
         except (Exception, SystemExit) as error:
@@ -155,5 +155,5 @@ def _distribution(point: importlib.metadata.EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
 
 
-def _own_distribution() -> str:
+def own_distribution() -> str:
     return f"kvengine {importlib.metadata.version('kvengine')}"

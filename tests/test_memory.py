@@ -5,7 +5,7 @@ from __future__ import annotations
 from memory_support import paged, sequence
 
 from kvengine.core.plan import StepPlan
-from kvengine.core.reasons import Reason
+from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.engine.memory import Memory
 from kvengine.kv.host_pool import SwapPool
@@ -71,7 +71,7 @@ def test_a_swap_that_does_not_fit_says_what_is_missing_and_drops_the_kv() -> Non
     begin(memory, 1)
     swapped, refusal = memory.give_way(seq, swap=True)
     assert not swapped
-    assert refusal == (Reason.NO_SWAP_SPACE, "2 needed, 1 of 1 free")
+    assert refusal == Refusal(Reason.NO_SWAP_SPACE, "2 needed, 1 of 1 free")
     assert (seq.num_computed_tokens, memory.num_tokens) == (0, 0)
 
 

@@ -1,11 +1,8 @@
-"""Whatever the policies and the workload: right outputs, limits kept, an end, and an empty pool; also under
-policies that mean no good."""
+"""Policies that mean no good cost time and nothing else, or end the run by name; limits hold whatever is asked."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,13 +11,20 @@ from hypothesis import strategies as st
 
 from kvengine.core.errors import EngineStalledError, PolicyError
 from kvengine.core.reasons import Reason, Refusal
-from kvengine.core.request import Request, SamplingParams
 from kvengine.core.sequence import Sequence
 from kvengine.policies import Admission, Preemption
 from kvengine.registry import Registry, discover
+from kvengine.testing.cases import (
+    Case,
+    cases,
+    check_nothing_is_left,
+    check_outputs,
+    check_step,
+    drive,
+    steps_one_by_one,
+)
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import checksum_output
-from kvengine.testing.step_log import LoggedStep
 from kvengine_plugins.queues.fcfs import FcfsQueue
 from kvengine_plugins.schedulers.chunked import ChunkedScheduler
 from kvengine_plugins.schedulers.continuous import ContinuousScheduler
@@ -31,159 +35,12 @@ CHUNKS = {
     name: TestEngine(registry=REGISTRY, policies={"scheduler": name}).engine.context.scheduler.chunks
     for name in SCHEDULERS
 }
-SLOWEST = 2
-"""So many times the steps of running one by one may a workload take (a search found 1.0, with LIFO order 1.4)."""
+SLOWEST = 4
+"""So many times the steps of running one by one may a workload take."""
 
 FAST = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-# ---- random workloads over every combination of policies
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request, the step before which it arrives, and the step before which it is aborted (None: never)."""
-
-    id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    n: int
-    arrival: int
-    abort: int | None
-
-    def request(self) -> Request:
-        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=0.0, n=self.n)
-        return Request(
-            id=self.id, prompt_token_ids=self.prompt, sampling=sampling, known_output_tokens=self.max_tokens
-        )
-
-
-@dataclass(frozen=True)
-class Case:
-    """A workload, and the limits under which every request of it can be served."""
-
-    asks: tuple[Ask, ...]
-    limits: dict[str, Any]
-
-
-@st.composite
-def cases(draw: st.DrawFn, chunks: bool) -> Case:
-    """Small pools that hold one longest sequence (rounded up to a power of two blocks), and not many more."""
-    block_size = draw(st.integers(1, 5))
-    max_model_len = draw(st.integers(4, 20))
-    one_sequence = 1 << (-(-max_model_len // block_size) - 1).bit_length()
-    budget = st.integers(1, 12) if chunks else st.integers(max_model_len, 2 * max_model_len)
-    limits = {
-        "block_size": block_size,
-        "max_model_len": max_model_len,
-        "num_blocks": draw(st.integers(one_sequence, 3 * one_sequence)),
-        "max_num_seqs": draw(st.integers(1, 6)),
-        "max_num_batched_tokens": draw(budget),
-    }
-    asks = draw(st.lists(asks_within(max_model_len), min_size=1, max_size=6))
-    return Case(tuple(named(i, ask) for i, ask in enumerate(asks)), limits)
-
-
-@st.composite
-def asks_within(draw: st.DrawFn, max_model_len: int) -> Ask:
-    length = draw(st.integers(1, max_model_len - 1))
-    max_tokens = draw(st.integers(1, max_model_len - length))
-    arrival = draw(st.integers(0, 12))
-    abort = draw(st.none() | st.integers(arrival, arrival + 15))
-    return Ask("", tuple(range(length)), max_tokens, draw(st.integers(1, 3)), arrival, abort)
-
-
-def named(ordinal: int, ask: Ask) -> Ask:
-    """`ask` with an id and a prompt that no other request has."""
-    prompt = tuple((31 * ordinal + 7 * i + 1) % 251 for i in range(len(ask.prompt)))
-    return Ask(f"r{ordinal}", prompt, ask.max_tokens, ask.n, ask.arrival, ask.abort)
-
-
-def steps_one_by_one(case: Case, chunks: bool) -> int:
-    """Steps of running one sequence after the other, each alone."""
-    budget = case.limits["max_num_batched_tokens"]
-    prefills = [-(-len(ask.prompt) // budget) if chunks else 1 for ask in case.asks]
-    return sum(ask.n * (steps + ask.max_tokens - 1) for ask, steps in zip(case.asks, prefills, strict=True))
-
-
-def drive(engine: TestEngine, case: Case, max_steps: int) -> dict[str, int]:
-    """Run `case` to its end, checking every step; how many tokens each aborted sequence had delivered."""
-    delivered_before_abort: dict[str, int] = {}
-    for now in range(max_steps):
-        for ask in case.asks:
-            if ask.arrival == now:
-                engine.engine.add_request(ask.request())
-            if ask.abort == now:
-                engine.engine.abort(ask.id)
-                sequence_ids = [ask.id] if ask.n == 1 else [f"{ask.id}/{i}" for i in range(ask.n)]
-                delivered_before_abort |= {i: len(engine.outputs.get(i, [])) for i in sequence_ids}
-        num_logged = len(engine.log.steps)
-        worked = engine.step()
-        for step in engine.log.steps[num_logged:]:
-            check_step(step, case.limits)
-        if not worked and not engine.engine.has_unfinished and now > max(ask.arrival for ask in case.asks):
-            return delivered_before_abort
-    raise AssertionError(f"not done after {max_steps} steps: {engine.engine.stalled()}")
-
-
-def check_step(step: LoggedStep, limits: dict[str, Any]) -> None:
-    tokens = sum(step.scheduled.values()) + step.num_idle_rows + step.num_padding_tokens
-    assert tokens <= limits["max_num_batched_tokens"]
-    assert min(step.num_idle_rows, step.num_padding_tokens, *step.scheduled.values()) >= 0
-    assert step.pool.num_running + step.pool.num_held <= limits["max_num_seqs"]
-    assert not set(step.preempted) & set(step.scheduled)
-    assert len(set(step.preempted)) == len(step.preempted)
-
-
-def check_outputs(engine: TestEngine, case: Case, delivered_before_abort: dict[str, int]) -> None:
-    """Whole where nobody aborted, a right beginning and nothing after the abort where somebody did."""
-    finished = {seq.id: seq for seq in engine.log.finished_sequences}
-    assert len(finished) == len(engine.log.finished_sequences) == sum(ask.n for ask in case.asks)
-    asks = {ask.id: ask for ask in case.asks}
-    for seq_id, seq in finished.items():
-        ask = asks[seq.request.id]
-        expected = checksum_output(ask.prompt, ask.max_tokens)
-        output = engine.outputs.get(seq_id, [])
-        if seq.finish_reason == "abort":
-            assert output == expected[: delivered_before_abort[seq_id]]
-        else:
-            assert output == expected
-            assert engine.finish_reasons[seq_id] == "length"
-
-
-def check_nothing_is_left(engine: TestEngine) -> None:
-    context = engine.engine.context
-    assert context.num_free_blocks == context.allocator.num_blocks
-    assert context.memory.num_tokens == context.memory.num_slots_held == 0
-    assert context.num_running == len(context.held) == len(context.waiting) == 0
-    assert not engine.engine.has_unfinished
-
-
-@pytest.mark.parametrize(
-    ("allocator", "scheduler"),
-    list(product(REGISTRY.names("allocator"), SCHEDULERS)),
-)
-def test_every_combination_of_policies_serves_every_workload(scheduler, allocator):
-    chunks = CHUNKS[scheduler]
-    choices = {kind: REGISTRY.names(kind) for kind in ("queue", "admission", "victim", "preemption")}
-    choices["preemption"].remove("never")  # which serves only where nobody need give way
-    others = {kind: st.sampled_from(names) for kind, names in choices.items()}
-
-    @FAST
-    @given(case=cases(chunks), names=st.fixed_dictionaries(others))
-    def serves(case: Case, names: dict[str, str]) -> None:
-        policies = {"scheduler": scheduler, "allocator": allocator, **names}
-        engine = TestEngine(registry=REGISTRY, policies=policies, num_host_blocks=3, **case.limits)
-        delivered = drive(engine, case, max_steps=30 + SLOWEST * steps_one_by_one(case, chunks))
-        check_outputs(engine, case, delivered)
-        check_nothing_is_left(engine)
-
-    serves()
-
-
-# ---- policies that mean no good
 
 
 def registry_with(kind: str, policy: object) -> Registry:

@@ -28,6 +28,7 @@ def bound_line(tables: dict[str, pa.Table]) -> str:
     if not len(tables["steps"]):
         return "Bound by: nothing; no request ran."
     shares = {reason: len(steps) for reason, steps in steps_by_reason(tables["decisions"]).items()}
+    shares.pop(Reason.HEAD_OF_LINE, None)  # they waited for what the head waited for
     num_steps = max(len(tables["steps"]), 1)
     reason = max(shares, key=lambda name: shares[name], default="")
     share = min(shares.get(reason, 0) / num_steps, 1.0)

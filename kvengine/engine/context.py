@@ -31,11 +31,7 @@ class SchedulingContext(EngineView):
     """
 
     def __init__(
-        self,
-        *,
-        limits: EngineLimits,
-        policies: PolicySet,
-        host_pool: SwapPool | None = None,
+        self, *, limits: EngineLimits, policies: PolicySet, host_pool: SwapPool | None = None
     ) -> None:
         super().__init__(
             limits=limits,
@@ -91,6 +87,7 @@ class SchedulingContext(EngineView):
         try:
             for message in inbox:
                 message()
+            self.line.check()
             self.line.refill()
             self.scheduler.schedule(self)
             self._looked_at = None
@@ -177,20 +174,24 @@ class SchedulingContext(EngineView):
         return count
 
     def schedule_decodes(self) -> None:
-        rows = self._plan.rows
-        running = SequenceState.RUNNING
+        rows, left, running = self._plan.rows, self.token_budget_left, SequenceState.RUNNING
         for seq in list(self.seats.running):
             start = seq.num_computed_tokens
             if len(seq.token_ids) - start != 1 or seq.num_scheduled_tokens or seq.state is not running:
                 continue
-            if self.token_budget_left < 1:
-                return
-            if start >= seq.block_table.num_slots and not self._grow(seq, start + 1):
-                continue
+            if left < 1:
+                break
+            if start >= seq.block_table.num_slots:
+                self.token_budget_left = left
+                grown = self._grow(seq, start + 1)
+                left = self.token_budget_left
+                if not grown:
+                    continue
             forks = self.seats.kept_for(seq) if seq.siblings else ()
             rows.append(ScheduledRow(seq, start, 1, True, forks))
             seq.num_scheduled_tokens = 1
-            self.token_budget_left -= 1
+            left -= 1
+        self.token_budget_left = left
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
         if seq not in self.line:
@@ -212,6 +213,7 @@ class SchedulingContext(EngineView):
         after = self.allocator.num_free_blocks
         first = seq.state is SequenceState.WAITING
         self.line.remove(seq)
+        self.refusals.entered(seq)
         self.token_budget_left += self._preemptor.make_seats(seq)
         self.seats.take(seq, self.now)
         if count < uncomputed:
@@ -321,8 +323,7 @@ class SchedulingContext(EngineView):
             self.aborted.append(seq)
         if seq.state is SequenceState.FINISHED:
             return
-        free = self.num_free_blocks
-        freed = 0
+        free, freed = self.num_free_blocks, 0
         if seq.state is SequenceState.RUNNING:
             self.seats.leave(seq)
             freed = self.memory.free(seq)

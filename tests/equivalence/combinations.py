@@ -17,12 +17,12 @@ from kvengine.core.plan import RequestOutput
 from kvengine.core.shapes import KvShape, PrefixCacheConfig
 from kvengine.engine.driver import Driver
 from kvengine.engine.engine import Engine
-from kvengine.policies import Allocator, Build, Mechanism
+from kvengine.policies import Allocator, Build, Mechanism, Preemption
 from kvengine.registry import Registry, discover
 from kvengine.testing.step_log import StepLog
 
 
-class SwapAlways:
+class SwapAlways(Preemption):
     """The preemption policy of shared combinations: to the host, as long as it fits."""
 
     def mechanism(self, victim: object) -> Mechanism:

@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_cases import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvengine.testing.attention_cases import (
     SCALE,
     SCRATCH,
     Case,
@@ -21,9 +24,6 @@ from attention_cases import (
     only,
     run,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from kvengine_kernels import reference, sdpa
 from kvengine_kernels.cache import KV_DTYPES, write_kv
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import make_case
+
+from kvengine.testing.attention_cases import make_case
 
 
 @pytest.mark.parametrize(

@@ -15,3 +15,5 @@ class ContinuousScheduler(Scheduler):
     def schedule(self, view: SchedulingView) -> None:
         if not sum(view.admit(seq) for seq in view.heads):
             view.schedule_decodes()
+            for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
+                view.schedule(seq, view.token_budget_left)

@@ -99,5 +99,7 @@ class StaticScheduler(Scheduler):
 
     def _decode(self, view: SchedulingView) -> None:
         view.schedule_decodes()
+        for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
+            view.schedule(seq, view.token_budget_left)
         for seq in view.held:
             view.idle_row(seq)

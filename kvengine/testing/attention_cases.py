@@ -1,8 +1,11 @@
-"""Random paged batches, run through a backend or through a float64 softmax over K and V in plain lists.
+"""Random paged batches, run through an attention backend or through a float64 softmax over K and V in plain lists.
 
 Shapes: T_all tokens with padding, L a row's KV length, H query heads, Hkv KV heads, D head_dim, B block size.
 """
 
+from __future__ import annotations
+
+import random
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -141,9 +144,9 @@ def brute_force(
 
 
 def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
-    assert got.isfinite().all()
+    assert got.isfinite().all(), "computes what is not finite"
     worst = (got.double() - want.double()).abs().max().item()
-    assert worst <= tolerance
+    assert worst <= tolerance, f"computes something else: off by {worst:g}, allowed is {tolerance:g}"
 
 
 def mixed_rows(block_size: int) -> list[tuple[int, int]]:
@@ -151,3 +154,28 @@ def mixed_rows(block_size: int) -> list[tuple[int, int]]:
     edges = [1, block_size - 1, block_size, block_size + 1, 3 * block_size + 5]
     prefills = [(block_size + 1, block_size + 1), (5, 3 * block_size + 5), (2, 2)]
     return [prefills[0], *((1, length) for length in edges), *prefills[1:]]
+
+
+def check_backend(backend: Any, seed: int) -> None:
+    """AssertionError unless `backend` attends over one random mixed batch as brute force does.
+
+    Heads, sizes, padding and options follow from `seed`; what nobody wrote is NaN (known failure H2).
+    """
+    chance = random.Random(seed)
+    block_size = chance.choice([1, 8, 16, 32])
+    rows = chance.sample(mixed_rows(block_size), k=chance.randint(1, 6))
+    case = make_case(
+        [(min(queries, length), length) for queries, length in rows if length > 0] or [(1, 1)],
+        heads=chance.choice([(4, 4), (6, 2), (14, 2), (12, 1)]),
+        head_dim=chance.choice([64, 80, 96, 128]),
+        block_size=block_size,
+        padding=chance.randint(0, 3),
+        poison=float("nan"),
+        seed=seed,
+    )
+    options: dict[str, Any] = {
+        "sliding_window": chance.choice([None, 1, 6, 1000]),
+        "softcap": chance.choice([None, 2.0]),
+        "sinks": chance.choice([None, torch.linspace(-1, 3, case.q.shape[1])]),
+    }
+    assert_close(attend(backend, case, **options), brute_force(case, **options), 1e-5)

@@ -1,0 +1,79 @@
+"""The pytest plug-in behind `pytest --kvengine-conformance`: checks of any policy against its contract.
+
+    pytest --kvengine-conformance scheduler=mine      # one plug-in
+    pytest --kvengine-conformance                     # all that do not come with kvengine
+
+Loaded by every pytest where kvengine is installed, so it imports nothing until it is asked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from kvengine.registry import Entry
+
+OPTION = "--kvengine-conformance"
+SUITE = Path(__file__).with_name("conformance_suite.py")
+KINDS = (
+    "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "predictor", "attention"
+)  # fmt: skip
+"""The kinds that it checks."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("kvengine").addoption(
+        OPTION,
+        action="append",
+        nargs="?",
+        const="",
+        metavar="KIND=NAME",
+        help="check this plug-in of kvengine against its contract; without one, all that do not come with it",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Run the suite instead of what would be collected, or beside the paths that were named."""
+    if config.getoption(OPTION) is None:
+        return
+    named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
+    config.args = [str(SUITE), *named]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per plug-in for whoever asks for `plugin`, of the kinds that it names in `KINDS_OF[name]`."""
+    module = metafunc.function.__globals__
+    if module["__name__"].rpartition(".")[2] != SUITE.stem:
+        return
+    kinds = module["KINDS_OF"].get(metafunc.function.__name__, KINDS)
+    entries = [entry for entry in _chosen(metafunc.config) if entry.kind in kinds]
+    metafunc.parametrize("plugin", entries, ids=[f"{entry.kind}={entry.name}" for entry in entries])
+
+
+def _chosen(config: pytest.Config) -> list[Entry]:
+    """The entries that the option names; UsageError when there is none."""
+    from kvengine.core.errors import ConfigError
+    from kvengine.registry import discover, own_distribution
+
+    registry = discover()
+    words = [word for word in config.getoption(OPTION) or [] if word]
+    if not words:
+        found = [
+            entry for entry in registry if entry.distribution != own_distribution() and entry.kind in KINDS
+        ]
+        if not found:
+            raise pytest.UsageError(f"{OPTION}: no plug-in is installed that does not come with kvengine")
+        return found
+    found = []
+    for word in words:
+        kind, _, name = word.partition("=")
+        if kind not in KINDS:
+            raise pytest.UsageError(f"{OPTION} {word}: KIND=NAME, where KIND is one of {', '.join(KINDS)}")
+        try:
+            found.append(registry.get(kind, name))
+        except ConfigError as error:
+            raise pytest.UsageError(f"{OPTION} {word}: {error}") from error
+    return found
