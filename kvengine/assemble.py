@@ -70,6 +70,7 @@ class Blueprint:
                 seed=self.engine_config.seed,
                 refuses_for_good=self.context.allocator.refuses_for_good,
                 choices_must_fit_together=not self.context.policies.preemption.preempts,
+                block_size=self.context.allocator.block_size,
             ),
             clock=VirtualClock() if executor.virtual_time else WallClock(),
             recorder=recorder,
