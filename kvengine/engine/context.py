@@ -211,6 +211,7 @@ class SchedulingContext(EngineView):
         after = self.allocator.num_free_blocks
         first = seq.state is SequenceState.WAITING
         self.line.remove(seq)
+        self.refusals.entered(seq)
         self.token_budget_left += self._preemptor.make_seats(seq)
         self.seats.take(seq, self.now)
         if count < uncomputed:
@@ -261,7 +262,7 @@ class SchedulingContext(EngineView):
 
     def _refuses(self, seq: Sequence, count: int, uncomputed: int) -> Refusal | None:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
-        if self._closed:
+        if self._closed or seq in self._plan.preempted:
             return Refusal(Reason.AFTER_PREEMPTION)
         seats = self.seats
         if seats.wanted(seq) > seats.num_free and not (self._preemptor.preempts and seats.could_seat(seq)):
