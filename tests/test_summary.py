@@ -166,6 +166,8 @@ def test_a_static_batch_worked_out_by_hand(deliver: str) -> None:
     assert figures["row_steps"] == 40
     assert figures["idle_row_share"] == pytest.approx(24 / 40)
     assert figures["padding_tokens"] == 2 + 0 + 3 + 1
+    computed = (2 + 4 + 1 + 3) + 6 + (1 + 2 + 9) + 24  # prompts, padding, decodes, finished rows
+    assert figures["padding_share"] == pytest.approx(6 / computed)
     assert figures["slot_occupancy"] == pytest.approx(16 / 10 / 5)
     assert figures["ttft_ms"] == percentiles(*[100 if deliver == "batch_end" else 10] * 3)
     assert figures["tpot_ms"] == figures["itl_ms"] == percentiles(10, 10, 10)
@@ -251,6 +253,7 @@ def test_preemption_by_recompute_changes_no_figure_but_its_own() -> None:
     assert figures["recomputed_tokens"] > 0
     scheduled = sum(sum(step.scheduled.values()) for step in pressed.log.steps)
     assert scheduled == figures["recomputed_tokens"] + 2 * (8 + 8 - 1)
+    assert figures["recompute_share"] == pytest.approx(figures["recomputed_tokens"] / scheduled)
     assert figures["itl_ms"]["p99"] > roomy["itl_ms"]["p99"] == 10
     assert math.isclose(figures["duration_s"], len(pressed.log.steps) / 100)
     gaps = [b - a for victim in tokens_ms(pressed) for a, b in pairwise(victim)]
@@ -354,6 +357,19 @@ def test_a_run_that_nothing_bound() -> None:
     _, tables, _ = run(Work(("a", 8, 6, 0), ("b", 8, 6, 100)))
     assert bound_line(tables) == "Bound by: the model and the arrivals alone; no limit kept requests waiting."
     assert bound_line(no_tables()) == "Bound by: nothing; no request ran."
+
+
+def test_who_stands_behind_somebody_is_bound_by_what_binds_that_one() -> None:
+    """HEAD_OF_LINE holds in all 10 steps, what the heads waited for in 6 and in 4 of them."""
+    steps = columns("steps", [step_row(i, i, i + 1) for i in range(10)])
+    numbers = (0, 0, 0, 0, 0, 0)
+    rows = [
+        (0, 9, 0, 9 * MS, None, None, "stop", "HEAD_OF_LINE", "a", "", *numbers),
+        (0, 3, 0, 3 * MS, "a", 0, "refuse", "MAX_NUM_SEQS", "", "", *numbers),
+        (4, 9, 4 * MS, 9 * MS, "a", 0, "refuse", "NO_BLOCKS", "", "", *numbers),
+    ]
+    line = bound_line({**no_tables(), "steps": steps, "decisions": columns("decisions", rows)})
+    assert line.startswith("Bound by: NO_BLOCKS in 60% of steps")
 
 
 @pytest.mark.parametrize("reason", list(ADVICE))
