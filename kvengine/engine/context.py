@@ -9,7 +9,7 @@ from kvengine.core.errors import PolicyError
 from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
-from kvengine.core.sequence import Sequence, SequenceState
+from kvengine.core.sequence import WAITING_STATES, Sequence, SequenceState
 from kvengine.engine.forks import Forks
 from kvengine.engine.memory import Memory
 from kvengine.engine.policy_set import PolicySet
@@ -19,8 +19,6 @@ from kvengine.engine.seats import Seats
 from kvengine.engine.view import EngineView
 from kvengine.engine.waiting import WaitingLine
 from kvengine.kv.host_pool import SwapPool
-
-WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
 
 
 class SchedulingContext(EngineView):
@@ -33,11 +31,7 @@ class SchedulingContext(EngineView):
     """
 
     def __init__(
-        self,
-        *,
-        limits: EngineLimits,
-        policies: PolicySet,
-        host_pool: SwapPool | None = None,
+        self, *, limits: EngineLimits, policies: PolicySet, host_pool: SwapPool | None = None
     ) -> None:
         super().__init__(
             limits=limits,
@@ -179,20 +173,24 @@ class SchedulingContext(EngineView):
         return count
 
     def schedule_decodes(self) -> None:
-        rows = self._plan.rows
-        running = SequenceState.RUNNING
+        rows, left, running = self._plan.rows, self.token_budget_left, SequenceState.RUNNING
         for seq in list(self.seats.running):
             start = seq.num_computed_tokens
             if len(seq.token_ids) - start != 1 or seq.num_scheduled_tokens or seq.state is not running:
                 continue
-            if self.token_budget_left < 1:
-                return
-            if start >= seq.block_table.num_slots and not self._grow(seq, start + 1):
-                continue
+            if left < 1:
+                break
+            if start >= seq.block_table.num_slots:
+                self.token_budget_left = left
+                grown = self._grow(seq, start + 1)
+                left = self.token_budget_left
+                if not grown:
+                    continue
             forks = self.seats.kept_for(seq) if seq.siblings else ()
             rows.append(ScheduledRow(seq, start, 1, True, forks))
             seq.num_scheduled_tokens = 1
-            self.token_budget_left -= 1
+            left -= 1
+        self.token_budget_left = left
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
         if seq.state not in WAITING_STATES:
@@ -213,6 +211,7 @@ class SchedulingContext(EngineView):
         after = self.allocator.num_free_blocks
         first = seq.state is SequenceState.WAITING
         self.line.remove(seq)
+        self.refusals.entered(seq)
         self.token_budget_left += self._preemptor.make_seats(seq)
         self.seats.take(seq, self.now)
         if count < uncomputed:
@@ -263,7 +262,7 @@ class SchedulingContext(EngineView):
 
     def _refuses(self, seq: Sequence, count: int, uncomputed: int) -> Refusal | None:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
-        if self._closed:
+        if self._closed or seq in self._plan.preempted:
             return Refusal(Reason.AFTER_PREEMPTION)
         seats = self.seats
         if seats.wanted(seq) > seats.num_free and not (self._preemptor.preempts and seats.could_seat(seq)):

@@ -58,6 +58,12 @@ class Refusals:
             self._line.defer(seq)
         return verdict is Verdict.REFUSE
 
+    def entered(self, seq: Sequence) -> None:
+        """`seq` runs after all."""
+        self._counts.pop(seq, None)
+        if self._last is seq:
+            self._last = None
+
     def stop(self, reason: Reason, detail: str = "") -> None:
         """The reason of all that were not refused one by one; the first that is stated counts."""
         rest = self._line.num_queued - len(self._counts)
