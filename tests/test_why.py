@@ -520,12 +520,21 @@ def test_what_is_printed() -> None:
 
 
 def test_what_is_printed_of_a_swap() -> None:
-    run = Recorded(
-        policies={"preemption": "swapping"}, num_blocks=6, block_size=4, num_host_blocks=6
-    )  # fmt: skip
+    run = Recorded(policies={"preemption": "swapping"}, num_blocks=6, block_size=4, num_host_blocks=6)
     run.run([(0, "a", 8, 8, 1), (0, "b", 8, 8, 1)], {})
     assert "swapped out at step 5 for a (victim=latest_arrival, " in said_of(run, "b")
     assert "12 tokens in 3 blocks moved to the host), waited " in said_of(run, "b")
+
+
+def test_that_the_host_was_full_is_no_reason_of_a_wait() -> None:
+    """It says how the sequence left: its KV was dropped."""
+    run = Recorded(policies={"preemption": "swapping"}, num_blocks=6, block_size=4, num_host_blocks=1)
+    timeline = run.run([(0, "a", 8, 8, 1), (0, "b", 8, 8, 1)], {})
+    assert Reason.NO_SWAP_SPACE in run.tables["decisions"]["reason"].to_pylist()
+    [gone] = [part for part in timeline.parts(("b", 0)) if part.preemption]
+    assert gone.preemption is not None
+    assert not gone.preemption.swapped
+    assert Reason.NO_SWAP_SPACE not in {share.name for share in gone.shares}
 
 
 def test_what_is_printed_of_ends_that_are_not_the_usual_one() -> None:

@@ -109,9 +109,12 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{s['num_steps']:,}"),
         ("preemptions", _preemptions(s)),
     ]
-    if s["decode_stall_share"]:
-        stalls = f"{_latency(s['decode_stall_ms'])}  ({s['decode_stall_share']:.1%} of decode time)"
-        lines.append(("stalled by prefills", stalls))
+    return lines + _memory_lines(s) + _waste_lines(s) + _service_lines(s)
+
+
+def _memory_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was found in memory, shared, copied and moved."""
+    lines = []
     if s["reused_tokens"]:
         lines.append(
             ("reused tokens", f"{s['reused_tokens']:,} ({s['reused_token_share']:.1%} of prompt tokens)")
@@ -127,6 +130,15 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
     if s["swapped_bytes"]:
         moved = f"{s['swapped_out_blocks']:,} blocks out, {s['swapped_in_blocks']:,} in"
         lines.append(("swapped", f"{moved}, {_bytes(s['swapped_bytes'])}"))
+    return lines
+
+
+def _waste_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was computed or waited for to no use."""
+    lines = []
+    if s["decode_stall_share"]:
+        stalls = f"{_latency(s['decode_stall_ms'])}  ({s['decode_stall_share']:.1%} of decode time)"
+        lines.append(("stalled by prefills", stalls))
     if s["idle_row_share"]:
         lines.append(("finished rows", f"{s['idle_row_share']:.1%} of row-steps computed for nothing"))
     if s["padding_tokens"]:
@@ -135,7 +147,7 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if s["fragmented_steps"]:
         lines.append(("refused though enough was free", f"{s['fragmented_steps']:,} steps (fragmentation)"))
-    return lines + _service_lines(s)
+    return lines
 
 
 def _service_lines(s: dict[str, Any]) -> list[tuple[str, str]]:

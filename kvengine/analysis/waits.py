@@ -28,13 +28,14 @@ NEVER = 2**61
 class Share(NamedTuple):
     """What part of some time goes to `name`: a reason of waiting, or what happened meanwhile.
 
-    `detail` and `first_ns` are those of the first moment at which it did.
+    `detail` and `first_ns` are those of the first of the `times` that it did.
     """
 
     name: str
     detail: str
     first_ns: int
     ns: int
+    times: int = 1
 
 
 class Cause(NamedTuple):
@@ -49,7 +50,9 @@ def add_up(shares: list[Share]) -> list[Share]:
     found: dict[str, Share] = {}
     for share in sorted((share for share in shares if share.ns), key=lambda share: share.first_ns):
         before = found.get(share.name)
-        found[share.name] = share if before is None else before._replace(ns=before.ns + share.ns)
+        if before is not None:
+            share = before._replace(ns=before.ns + share.ns, times=before.times + share.times)
+        found[share.name] = share
     return list(found.values())
 
 
@@ -181,7 +184,8 @@ class _Stops:
             ns -= max(0, begin - self._begins[places[low]])
             ns -= max(0, self._end(places[high - 1]) - end)
             cause = self._causes[places[low]]
-            yield Share(*(cause if cause.name else otherwise), max(begin, self._begins[places[low]]), ns)
+            first_ns = max(begin, self._begins[places[low]])
+            yield Share(*(cause if cause.name else otherwise), first_ns, ns, high - low)
 
     def _append(self, begin: int, cause: Cause) -> None:
         """A part from `begin` on; a later one of the same moment takes the place of an earlier one."""

@@ -146,18 +146,18 @@ def _left(of: dict[str, Any], policies: Mapping[str, str], choice: str) -> str:
     why = "" if of["reason"] == Reason.PREEMPTED_FOR else f"{of['reason']}, "
     freed = f"{_count(of['num_blocks_freed'], 'block')} freed"
     word = "swapped out" if of["swapped"] else "preempted"
-    return (
-        f"{word} at step {of['step']:,} for {of['beneficiary']} ({why}{kind}={of['policy']}, {freed}, {fate})"
-    )
+    whom = "itself" if of["beneficiary"] in (choice, f"{choice}/0") else of["beneficiary"]
+    return f"{word} at step {of['step']:,} for {whom} ({why}{kind}={of['policy']}, {freed}, {fate})"
 
 
 def _spent(shares: list[dict[str, Any]]) -> str:
-    said = [
-        f"{_time(share['ns'])} {WORDS.get(share['name'], share['name'])} {share['detail']}".rstrip()
-        for share in shares
-        if share["name"] != COMPUTED
-    ]
+    said = [_share(share) for share in shares if share["name"] != COMPUTED]
     return f" ({'; '.join(said)})" if said else ""
+
+
+def _share(share: dict[str, Any]) -> str:
+    detail = f"first {share['detail']}" if share["detail"] and share["times"] > 1 else share["detail"]
+    return f"{_time(share['ns'])} {WORDS.get(share['name'], share['name'])} {detail}".rstrip()
 
 
 def _count(number: int, word: str) -> str:
