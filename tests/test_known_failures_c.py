@@ -510,8 +510,8 @@ def test_c7_only_a_strictly_higher_priority_takes_a_seat(scheduler, newcomer):
 
 
 def test_c7_variant_ageing_moves_the_order_and_not_who_takes_a_seat():
-    """Ours: one that has waited long is the head before an urgent one, but displaces nobody; once it runs, its static
-    priority counts again."""
+    """Ours: one that has waited long is the head before an urgent one, but displaces nobody; and when it gets a seat its
+    static priority counts again, so that the urgent one behind it takes that in the same plan."""
     engine = TestEngine(
         registry=REGISTRY,
         policies={"queue": "priority"},
@@ -529,6 +529,6 @@ def test_c7_variant_ageing_moves_the_order_and_not_who_takes_a_seat():
     engine.run(max_steps=60)
     steps = engine.log.steps
     assert [name for step in steps[:14] for name in step.scheduled] == ["runs"] * 14
-    assert [name for step in steps[14:] for name in step.scheduled] == ["old", "young", "young", "old", "old"]
-    assert [step.step for step in steps if step.preempted == ("old",)] == [15]
+    assert [name for step in steps[14:] for name in step.scheduled] == ["young", "young", "old", "old", "old"]
+    assert [step.step for step in steps if step.preempted == ("old",)] == [14]
     assert engine.finish_reasons == dict.fromkeys(("runs", "old", "young"), "length")
