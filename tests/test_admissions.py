@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from kvengine.testing.sources import checksum_output
 from kvengine.testing.step_log import StepLog
 from kvengine_plugins.admissions.growth_ratio import GrowthRatioAdmission, GrowthRatioConfig
 from kvengine_plugins.admissions.slo import SloConfig
-from kvengine_plugins.admissions.watermark import WatermarkConfig
+from kvengine_plugins.admissions.watermark import WatermarkAdmission, WatermarkConfig
 
 REGISTRY = discover()
 NO_CACHE = PrefixCacheConfig(mode="off")
@@ -162,6 +163,23 @@ def test_watermark_lets_in_who_finds_nothing_running(scheduler: str) -> None:
     assert engine.outputs["next"] == checksum_output(prompt_of(16, 7), 1)
 
 
+def test_watermark_does_not_count_promised_blocks_as_free() -> None:
+    """20 free, 10 of them promised, 5 needed: 5 would stay free, of the 10 that must."""
+    policy = WatermarkAdmission(WatermarkConfig(watermark=0.1), 100)
+    running = Sequence(
+        Request(id="r", prompt_token_ids=(1,)),
+        choice=0, order=0, max_tokens_total=9, stop_ids=frozenset(), seed=0,
+    )  # fmt: skip
+    view: Any = SimpleNamespace(
+        running=[running], num_free_blocks=20, num_promised_blocks=10, blocks_needed=lambda seq, num_tokens: 5
+    )
+    refusal = policy.refuses(running, view)
+    assert refusal is not None
+    assert refusal.reason is Reason.WATERMARK
+    view.num_promised_blocks = 5
+    assert policy.refuses(running, view) is None
+
+
 # ---- reserve_worst_case
 
 
@@ -285,22 +303,26 @@ def ratio_engine(ratio: float, num_blocks: int, **config: Any) -> tuple[TestEngi
     return engine_with("growth_ratio", options=options, num_blocks=num_blocks, **config)
 
 
-@pytest.mark.parametrize(("num_blocks", "together"), [(28, True), (27, False)])
-def test_growth_ratio_by_hand(num_blocks: int, together: bool) -> None:
-    """Ratio 0.5, prompts of 10. In step 1 `a` has 11 tokens and 7 to come: 11 + ceil(3.5) = 15 slots, of which it has
-    10, so 5 are reserved. `b` may become 10 + 6 = 16 long: it is let in for 10 + ceil(3) = 13. 10 + 5 + 13 = 28."""
+@pytest.mark.parametrize(
+    ("num_blocks", "n", "together"), [(28, 1, True), (27, 1, False), (32, 2, True), (31, 2, False)]
+)
+def test_growth_ratio_by_hand(num_blocks: int, n: int, together: bool) -> None:
+    """Ratio 0.5, prompts of 10, blocks of one token. In step 1 `a` has 11 tokens and 7 to come: 11 + ceil(3.5) = 15
+    slots, of which it has 11 by then, so 4 are reserved. `b` has 6 to come: 10 + ceil(3) = 13. 11 + 4 + 13 = 28.
+    Its second choice takes 3 more to grow, and one for a tail of its own."""
     engine, log = ratio_engine(0.5, num_blocks)
     engine.add("a", prompt_of(10), 8)
     engine.step()
-    engine.add("b", prompt_of(10, 5), 6)
+    engine.add("b", prompt_of(10, 5), 6, n=n)
     engine.step()
-    assert ("b" in log.steps[1].scheduled) == together
-    if not together:  # the scheduler has given `a` its slot in this step before `b` is looked at
-        assert log.refusals("b") == [
-            (Reason.NO_BLOCKS, "13 needed, 16 free, 4 of them reserved at ratio 0.500")
-        ]
+    name = "b" if n == 1 else "b/0"
+    assert (name in log.steps[1].scheduled) == together
+    if not together:
+        needed = 13 if n == 1 else 17
+        room = f"{needed} needed, {num_blocks - 11} free, 4 of them reserved at ratio 0.500"
+        assert log.refusals(name) == [(Reason.NO_BLOCKS, room)]
     engine.run(max_steps=60)
-    assert engine.outputs["b"] == checksum_output(prompt_of(10, 5), 6)
+    assert engine.outputs[name] == checksum_output(prompt_of(10, 5), 6)
 
 
 @pytest.mark.parametrize(("ratio", "admission"), [(0.0, "whole_prompt"), (1.0, "reserve_worst_case")])

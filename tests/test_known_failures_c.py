@@ -510,8 +510,8 @@ def test_c7_only_a_strictly_higher_priority_takes_a_seat(scheduler, newcomer):
 
 
 def test_c7_variant_ageing_moves_the_order_and_not_who_takes_a_seat():
-    """Ours: one that has waited long is the head before an urgent one, but displaces nobody; and when it gets a seat its
-    static priority counts again, so that the urgent one behind it takes that in the same plan."""
+    """Ours: one that has waited long is the head before an urgent one, but displaces nobody; and when it gets a seat
+    its static priority counts again, so that the urgent one behind it takes that in the same plan."""
     engine = TestEngine(
         registry=REGISTRY,
         policies={"queue": "priority"},
