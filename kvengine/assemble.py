@@ -10,7 +10,7 @@ from kvengine import policies
 from kvengine.combinations import check_policies, check_workload
 from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError, KvEngineError, PolicyError, choices_hint
-from kvengine.core.limits import DebugConfig, EngineConfig, EngineLimits
+from kvengine.core.limits import DebugConfig, EngineConfig, EngineLimits, SloConfig
 from kvengine.core.shapes import KvShape, ModelShape, PrefixCacheConfig
 from kvengine.engine.clock import VirtualClock, WallClock
 from kvengine.engine.context import SchedulingContext
@@ -33,7 +33,7 @@ CONTEXT_KINDS = ("queue", "admission", "victim", "preemption")
 DEFAULT_EVICTION = "lru"
 """What conf/config.yaml chooses: no sign that somebody wants it."""
 
-GROUPS = ("engine", "kv", "prefix_cache", "telemetry", "debug", *KINDS)
+GROUPS = ("engine", "kv", "prefix_cache", "telemetry", "slo", "debug", *KINDS)
 """Every group that a configuration consists of."""
 
 
@@ -49,6 +49,7 @@ class Blueprint:
     context: SchedulingContext
     workload: Workload
     telemetry: TelemetryConfig
+    slo: SloConfig
     debug: DebugConfig
     build: Build
     executor: tuple[Entry, Any]
@@ -69,6 +70,7 @@ class Blueprint:
                 seed=self.engine_config.seed,
                 refuses_for_good=self.context.allocator.refuses_for_good,
                 choices_must_fit_together=not self.context.policies.preemption.preempts,
+                block_size=self.context.allocator.block_size,
             ),
             clock=VirtualClock() if executor.virtual_time else WallClock(),
             recorder=recorder,
@@ -108,6 +110,7 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         context=SchedulingContext(limits=limits, policies=parts, host_pool=host_pool),
         workload=workload,
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
+        slo=from_mapping(SloConfig, config.get("slo", {}), "slo"),
         debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
         executor=chosen["executor"],
