@@ -260,9 +260,14 @@ def _sets(overrides: list[str], key: str) -> bool:
     return any(key_of(word) == key for word in overrides)
 
 
+def traces_folder() -> Path:
+    """Where runs are recorded: traces/ in the checkout, else where we are."""
+    return (checkout() or Path.cwd()) / "traces"
+
+
 def _new_directory(prefix: str) -> Path:
-    """A directory of its own for a run or a sweep: traces/TIME in the checkout, else where we are."""
-    root = (checkout() or Path.cwd()) / "traces"
+    """A directory of its own for a run or a sweep, named by the time."""
+    root = traces_folder()
     stamp = prefix + datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in count(1):
         path = root / (stamp if suffix == 1 else f"{stamp}-{suffix}")

@@ -27,11 +27,16 @@ NEGLIGIBLE = 0.05
 """A reason that held in a smaller share of steps did not bind."""
 
 
+FOLLOWS_FROM_ANOTHER = (Reason.HEAD_OF_LINE,)
+"""What holds only where the one who stands first has a reason of its own, which is what bound the run."""
+
+
 def bound_line(tables: dict[str, pa.Table]) -> str:
     """The reason that kept requests waiting in most steps, as a sentence."""
     if not len(tables["steps"]):
         return "Bound by: nothing; no request ran."
-    shares = {reason: len(steps) for reason, steps in steps_by_reason(tables["decisions"]).items()}
+    found = steps_by_reason(tables["decisions"])
+    shares = {reason: len(steps) for reason, steps in found.items() if reason not in FOLLOWS_FROM_ANOTHER}
     shares.pop(Reason.HEAD_OF_LINE, None)  # they waited for what the head waited for
     num_steps = max(len(tables["steps"]), 1)
     reason = max(shares, key=lambda name: shares[name], default="")

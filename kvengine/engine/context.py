@@ -20,8 +20,6 @@ from kvengine.engine.view import EngineView
 from kvengine.engine.waiting import WaitingLine
 from kvengine.kv.host_pool import SwapPool
 
-WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
-
 
 class SchedulingContext(EngineView):
     """Plans a step by asking the scheduler, and keeps what every policy must keep.
@@ -33,11 +31,7 @@ class SchedulingContext(EngineView):
     """
 
     def __init__(
-        self,
-        *,
-        limits: EngineLimits,
-        policies: PolicySet,
-        host_pool: SwapPool | None = None,
+        self, *, limits: EngineLimits, policies: PolicySet, host_pool: SwapPool | None = None
     ) -> None:
         super().__init__(
             limits=limits,
@@ -71,7 +65,7 @@ class SchedulingContext(EngineView):
 
     def enqueue(self, seq: Sequence) -> None:
         """Let `seq` wait from the next plan on."""
-        self._inbox.append(lambda: self.line.push(seq, self.now))
+        self._inbox.append(lambda: self.line.push(seq))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` go on from the computed tokens of `parent`, or wait if that does not run or seats are short."""
@@ -87,22 +81,23 @@ class SchedulingContext(EngineView):
         self.token_budget_left = self.limits.max_num_batched_tokens
         self._plan = plan = StepPlan(step=self._next_step, now_ns=now)
         self._looked_at, self._closed = None, False
-        for part in (self.memory, self._preemptor, self.refusals, self._forks):
+        for part in (self.memory, self.line, self._preemptor, self.refusals, self._forks):
             part.begin_plan(plan)
         inbox, self._inbox = self._inbox, []
         try:
             for message in inbox:
                 message()
-            self.line.check(plan.step)
+            self.line.check()
+            self.line.refill()
             self.scheduler.schedule(self)
+            self._looked_at = None
+            self.line.check()
+            self.refusals.explain_the_rest(self.token_budget_left, self.num_free_seats)
+            self.memory.finish_plan()
         except PolicyError:
             raise
         except Exception as error:
             raise self.blame(error, "scheduler") or error from error
-        self._looked_at = None
-        self.line.check(plan.step)
-        self.refusals.explain_the_rest(self.token_budget_left, self.num_free_seats)
-        self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
         return plan
@@ -179,23 +174,28 @@ class SchedulingContext(EngineView):
         return count
 
     def schedule_decodes(self) -> None:
-        rows = self._plan.rows
-        running = SequenceState.RUNNING
+        rows, left, running = self._plan.rows, self.token_budget_left, SequenceState.RUNNING
         for seq in list(self.seats.running):
             start = seq.num_computed_tokens
             if len(seq.token_ids) - start != 1 or seq.num_scheduled_tokens or seq.state is not running:
                 continue
-            if self.token_budget_left < 1:
-                return
-            if start >= seq.block_table.num_slots and not self._grow(seq, start + 1):
-                continue
+            if left < 1:
+                break
+            if start >= seq.block_table.num_slots:
+                self.token_budget_left = left
+                grown = self._grow(seq, start + 1)
+                left = self.token_budget_left
+                if not grown:
+                    continue
             forks = self.seats.kept_for(seq) if seq.siblings else ()
             rows.append(ScheduledRow(seq, start, 1, True, forks))
             seq.num_scheduled_tokens = 1
-            self.token_budget_left -= 1
+            left -= 1
+        self.token_budget_left = left
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        if seq.state not in WAITING_STATES:
+        if seq not in self.line:
+            self.line.check_named(seq)
             raise self._broken(f"admitted {seq}, which does not wait")
         self._looked_at = seq
         start = self.memory.num_computed(seq)
@@ -213,6 +213,7 @@ class SchedulingContext(EngineView):
         after = self.allocator.num_free_blocks
         first = seq.state is SequenceState.WAITING
         self.line.remove(seq)
+        self.refusals.entered(seq)
         self.token_budget_left += self._preemptor.make_seats(seq)
         self.seats.take(seq, self.now)
         if count < uncomputed:
@@ -226,6 +227,7 @@ class SchedulingContext(EngineView):
 
     def refuse(self, seq: Sequence, reason: Reason, detail: str = "") -> None:
         if not self.line.queued(seq):
+            self.line.check_named(seq)
             raise self._broken(f"refused {seq}, which does not wait")
         self.refusals.add(seq, Refusal(reason, detail))
 
@@ -263,14 +265,14 @@ class SchedulingContext(EngineView):
 
     def _refuses(self, seq: Sequence, count: int, uncomputed: int) -> Refusal | None:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
-        if self._closed:
+        if self._closed or seq in self._plan.preempted:
             return Refusal(Reason.AFTER_PREEMPTION)
         seats = self.seats
         if seats.wanted(seq) > seats.num_free and not (self._preemptor.preempts and seats.could_seat(seq)):
             return Refusal(Reason.MAX_NUM_SEQS)
         if count < (1 if self.scheduler.chunks else uncomputed):
             return Refusal(Reason.NO_TOKEN_BUDGET, f"{uncomputed} needed, {count} allowed")
-        return self.policies.admission.refuses(seq, self)
+        return self.refusals.of_admission(seq, self)
 
     def _add_row(self, seq: Sequence, count: int) -> None:
         """Schedule `count` more tokens of `seq`, in the row it has in this plan if it has one."""
@@ -291,7 +293,7 @@ class SchedulingContext(EngineView):
         self._looked_at = seq
         while (refusal := self.memory.grow(seq, end)) is not None:
             if not self._preemptor.preempts:
-                self._record(Decision(Action.REFUSE, seq, refusal.reason, refusal.detail))
+                self.refusals.add_growth(seq, refusal)
                 return False
             victim = self._preemptor.victim_for(seq)
             if victim is not None:
@@ -321,8 +323,7 @@ class SchedulingContext(EngineView):
             self.aborted.append(seq)
         if seq.state is SequenceState.FINISHED:
             return
-        free = self.num_free_blocks
-        freed = 0
+        free, freed = self.num_free_blocks, 0
         if seq.state is SequenceState.RUNNING:
             self.seats.leave(seq)
             freed = self.memory.free(seq)
