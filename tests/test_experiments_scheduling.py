@@ -170,9 +170,7 @@ def test_priorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fcfs.summary["by_priority"]["0"]["ttft_ms"]["p50"] > 10 * p99[0]
     assert priority.summary["num_preemptions"] > 0
     reasons = {
-        row["reason"]
-        for row in tables_of(tmp_path, 1)["decisions"].to_pylist()
-        if row["action"] == "preempt"
+        row["reason"] for row in tables_of(tmp_path, 1)["decisions"].to_pylist() if row["action"] == "preempt"
     }
     assert reasons == {"PREEMPTED_FOR"}, "seats are what is short: every preemption displaces"
 
@@ -196,7 +194,9 @@ def test_preemption_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert (s["recompute_share"] > 0.1) is (mechanism == "recompute")
         assert (s["swapped_out_blocks"] > 0) is (mechanism != "recompute")
         assert s["swapped_out_blocks"] == s["swapped_in_blocks"]
-        if mechanism == "auto":  # 25 GB/s is far beyond the break-even of 2 x 368,640 bytes against 16 / 10,000 s
+        if (
+            mechanism == "auto"
+        ):  # 25 GB/s is far beyond the break-even of 2 x 368,640 bytes against 16 / 10,000 s
             assert s == runs["swap", victim].summary
         if victim == "lowest_priority":
             urgent, least = (s["by_priority"][p]["tpot_ms"]["p99"] for p in "02")
