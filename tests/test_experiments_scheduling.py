@@ -7,7 +7,6 @@ import math
 from itertools import product
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from test_experiments import Variant, swept
 

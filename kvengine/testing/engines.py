@@ -68,9 +68,7 @@ class TestEngine:
         sliding_window: int | None = None,
         **engine_config: Any,
     ) -> None:
-        self.log = StepLog()
-        self.outputs: dict[str, list[int]] = {}
-        self.finish_reasons: dict[str, str] = {}
+        self.log, self.outputs, self.finish_reasons = StepLog(), dict[str, list[int]](), dict[str, str]()
         config = EngineConfig(**{"max_model_len": 256, **engine_config})
         kv = KvShape(
             num_blocks=num_blocks,
