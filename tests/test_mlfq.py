@@ -116,7 +116,7 @@ def test_recomputation_counts_nothing():
     engine.run()
     ids = [next(iter(step), "") for step in scheduled(engine)]
     # b comes when a is in the second level already and takes its seat at once, c also.
-    assert ids == ["a"] * 5 + ["b"] + ["a"] * 4 + ["c"] + ["a"] * 5
+    assert ids == ["a"] * 5 + ["b"] + ["a"] * 4 + ["c"] + ["a"] * 4
 
 
 def test_equals_do_not_preempt_each_other():

@@ -24,8 +24,7 @@ from kvengine.kv.host_pool import SwapPool
 class SchedulingContext(EngineView):
     """Plans a step by asking the scheduler, and keeps what every policy must keep.
 
-    Limits hold whatever a policy asks; a refused request changes nothing. Progress does not depend on the
-    policies' goodwill: docs/scheduling.md says why.
+    Limits hold whatever a policy asks, a refused request changes nothing, and work ends (docs/scheduling.md: why).
     """
 
     def __init__(

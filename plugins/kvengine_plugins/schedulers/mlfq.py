@@ -52,8 +52,8 @@ class MlfqScheduler(Scheduler):
     """A sequence joins the first level whose quantum its prefill fits, and goes down one with each quantum used up.
 
     Within a level whoever began to wait first goes first. Where a seat or blocks are short, running sequences of
-    strictly lower levels give way, from the lowest, the last to arrive first. A quantum counts the first prefill and then each token; computing again
-    what a preemption lost counts nothing. Prefills are whole and go before decodes.
+    strictly lower levels give way, from the lowest, the last to arrive first. A quantum counts the first prefill and
+    then each token; computing again what a preemption lost counts nothing. Prefills are whole and go before decodes.
     """
 
     preempts = True
