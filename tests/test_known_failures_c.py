@@ -1,7 +1,8 @@
-"""Admission and scheduling: cases C1, C2, C3, C4, C6 and C7 of known-failures.md, with variants of our own."""
+"""Admission and scheduling: cases C1 to C7 of known-failures.md, with variants of our own."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -363,6 +364,42 @@ def test_c4_chunks_of_two_prompts_share_the_budget():
         "a": checksum_output(prompt_of(6), 2),
         "b": checksum_output(prompt_of(7)[2:], 2),
     }
+
+
+# ---- C5: prefill does not starve decode
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "prefill_budgeted"])
+def test_c5_decoder_has_a_token_in_each_step_of_a_long_prefill(scheduler):
+    engine = engine_with(scheduler, block_size=4, max_num_batched_tokens=16, prefix_cache=NO_CACHE)
+    add(engine, "decoder", 4, 30)
+    engine.step()
+    add(engine, "long", 200, 1)
+    engine.run()
+    prefill = [step for step in engine.log.steps if "long" in step.scheduled]
+    assert [step.scheduled["long"] for step in prefill] == [*[15] * 13, 5]
+    assert all(step.scheduled["decoder"] == 1 and "decoder" in step.sampled for step in prefill)
+    assert all(sum(step.scheduled.values()) <= 16 for step in engine.log.steps)
+    assert engine.outputs["decoder"] == checksum_output(prompt_of(4), 30)
+
+
+@pytest.mark.parametrize(("cap", "gap"), [(2, 3), (1, 2), (None, 11)])
+def test_c5_a_cap_on_consecutive_prefills_bounds_the_gap_between_tokens(cap, gap):
+    """Prefill first, ten prompts of a step each: without a cap the decoder waits for them all."""
+    engine = TestEngine(
+        registry=REGISTRY,
+        policies={"scheduler": "continuous"},
+        settings={"scheduler": {"max_consecutive_prefills": cap}},
+        max_num_batched_tokens=256,
+        prefix_cache=NO_CACHE,
+    )
+    add(engine, "decoder", 4, 30)
+    engine.step()
+    for i in range(10):
+        add(engine, f"p{i}", 200, 2)
+    engine.run()
+    sampled = [step.step for step in engine.log.steps if "decoder" in step.sampled]
+    assert max(later - earlier for earlier, later in pairwise(sampled)) == gap
 
 
 # ---- C6: nonsense limits fail at start, by name
