@@ -77,8 +77,7 @@ class TestEngine:
             num_host_blocks=num_host_blocks,
             sliding_window=sliding_window,
         )
-        choices = _choices(policies or {}, settings or {})
-        cache = prefix_cache or PrefixCacheConfig()
+        choices, cache = _choices(policies or {}, settings or {}), prefix_cache or PrefixCacheConfig()
         limits, parts, host_pool = build_policies(registry or discover(), choices, config, kv, cache)
         self.engine = Engine(
             context=SchedulingContext(limits=limits, policies=parts, host_pool=host_pool),
