@@ -25,9 +25,12 @@ from kvengine_plugins.schedulers.chunked import ChunkedScheduler
 REGISTRY = discover()
 SCHEDULERS = REGISTRY.names("scheduler")
 VICTIMS = REGISTRY.names("victim")
-QUEUES = REGISTRY.names("queue")
 PREEMPTIONS = [name for name in REGISTRY.names("preemption") if name != "never"]
-BATCHING = ("chunked", "continuous", "static")
+BUILT = {
+    name: TestEngine(registry=REGISTRY, policies={"scheduler": name}).engine.context.scheduler
+    for name in SCHEDULERS
+}
+BATCHING = ("chunked", "continuous", "mlfq", "prefill_budgeted", "static")
 """Schedulers that let several enter as soon as their prompts fit, so that these loads must preempt."""
 
 GOLDEN = {
@@ -68,9 +71,14 @@ def assert_no_victim_is_scheduled(engine: TestEngine, budget: int) -> None:
     ("scheduler", "queue"),
     [
         (scheduler, queue)
+<<<<<<< HEAD
         for scheduler in SCHEDULERS
         for queue in QUEUES
         if scheduler != "mlfq" or queue == "fcfs"
+=======
+        for scheduler, queue in product(SCHEDULERS, REGISTRY.names("queue"))
+        if queue == "fcfs" or not BUILT[scheduler].orders
+>>>>>>> h-scheds
     ],
 )
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -274,7 +282,12 @@ def test_d3_five_requests_end_under_pressure(scheduler, victim, num_blocks, max_
     assert engine.outputs == {name: checksum_output(prompt, 8) for name, prompt in prompts.items()}
     assert len(engine.log.steps) <= max_steps
     assert engine.log.num_preemptions <= max_preemptions
-    assert all(step.scheduled for step in engine.log.steps)
+    empty = [step for step in engine.log.steps if not step.scheduled]
+    if BUILT[
+        scheduler
+    ].preempts:  # the last that ran gave way to who enters in the next plan; it takes no time
+        empty = [step for step in empty if not step.preempted]
+    assert not empty
     assert_whole_and_free(engine, num_sequences=5, num_new=8)
 
 
