@@ -150,6 +150,7 @@ def test_a_run_worked_out_by_hand() -> None:
         "recompute_share": 0,
         "padding_tokens": 0,
         "padding_share": 0,
+        "row_steps": 9,
         "idle_row_share": 0,
         "fragmented_steps": 0,
     }
@@ -162,6 +163,7 @@ def test_a_static_batch_worked_out_by_hand(deliver: str) -> None:
     policies, settings = {"scheduler": "static"}, {"scheduler": {"deliver": deliver}}
     _, _, figures = run(work, policies=policies, settings=settings, max_num_seqs=5)
     assert figures["num_steps"] == 10
+    assert figures["row_steps"] == 40
     assert figures["idle_row_share"] == pytest.approx(24 / 40)
     assert figures["padding_tokens"] == 2 + 0 + 3 + 1
     computed = (2 + 4 + 1 + 3) + 6 + (1 + 2 + 9) + 24  # prompts, padding, decodes, finished rows
@@ -349,6 +351,17 @@ def test_the_reason_that_kept_requests_waiting_is_named(reason: str, settings: d
     _, tables, _ = run(Work(*requests), **settings)
     assert bound_line(tables).startswith(f"Bound by: {reason} in ")
     assert bound_line(tables).endswith(f"{ADVICE[Reason(reason)]}.")
+
+
+def test_every_reason_that_can_keep_somebody_waiting_has_an_advice() -> None:
+    without = {
+        Reason.HEAD_OF_LINE,  # follows from the reason of the one who stands first
+        Reason.PREEMPTED_FOR,  # says why somebody left; while it waits it has a reason like all others
+        Reason.STEP_IN_PROGRESS,  # is what a wait begins with, before a plan could give a reason
+        Reason.NEVER_FITS,  # ends a request as it is added
+    }
+    assert set(ADVICE) == set(Reason) - without
+    assert all("; " in advice for advice in ADVICE.values()), "what it means, and what to do"
 
 
 def test_a_run_that_nothing_bound() -> None:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,30 @@ def test_fixed_and_clipping() -> None:
     assert min(drawn(distribution="exponential", mean=1.0)) == 1
 
 
+@pytest.mark.parametrize("config", [
+    {"distribution": "exponential", "mean": 128.0, "max": 32}, {"mean": 50.0, "min": 20, "max": 60},
+])  # fmt: skip
+def test_redrawing_leaves_out_what_is_above_max(config: dict[str, Any]) -> None:
+    longest = config["max"]
+    free = drawn(20 * NUM_DRAWS, **{**config, "mean": config["mean"], "max": None})
+    kept = drawn(NUM_DRAWS, **config, above_max="redraw")
+    assert kept == [value for value in free if value <= longest][:NUM_DRAWS]
+    assert max(kept) == longest
+
+
+@pytest.mark.parametrize(("cap", "published"), [(32, 15), (128, 54), (512, 118), (1536, 125)])
+def test_redrawn_exponential_has_the_mean_that_integration_gives(cap: int, published: float) -> None:
+    """E[X | X < c] = m - c / (exp(c / m) - 1) with c half a token above the cap, for rounding; 0 becomes 1.
+
+    Published are the realised means of the 1,000 requests of Anyscale's study of continuous batching (2023).
+    """
+    limit, m = cap + 0.5, 128.0
+    expected = m - limit / math.expm1(limit / m) + (1 - math.exp(-0.5 / m)) / (1 - math.exp(-limit / m))
+    assert expected == pytest.approx(published, rel=0.04)
+    values = drawn(distribution="exponential", mean=m, max=cap, above_max="redraw")
+    assert statistics.fmean(values) == pytest.approx(expected, abs=4 * expected / NUM_DRAWS**0.5)
+
+
 @pytest.mark.parametrize(("config", "cv"), [({"process": "poisson"}, 1), ({"process": "gamma", "cv": 1.0}, 1),
                                             ({"process": "gamma", "cv": 2.0}, 2),
                                             ({"process": "gamma", "cv": 0.25}, 0.25)])  # fmt: skip
@@ -233,7 +257,26 @@ def test_synthetic_prompts_cover_the_vocabulary_without_end_tokens() -> None:
     assert {token for r in requests for token in r.prompt_token_ids} == {*range(256), 257}
 
 
+def test_synthetic_draws_tenants_and_priorities_by_their_shares() -> None:
+    """Of 2,000 draws, within four standard errors of 3/4 (0.039); nothing else changes by it."""
+    base = list(make("synthetic", num_requests=2_000).requests())
+    assert {(r.tenant, r.priority) for r in base} == {(None, 0)}
+    workload = make("synthetic", num_requests=2_000, tenants=[3, 1], priorities=[0, 0.5, 1.5])
+    drawn_by = list(workload.requests())
+    assert drawn_by == list(workload.requests())
+    assert {r.tenant for r in drawn_by} == {"tenant0", "tenant1"}
+    assert abs(sum(r.tenant == "tenant0" for r in drawn_by) / 2_000 - 0.75) < 0.039
+    assert {r.priority for r in drawn_by} == {1, 2}
+    assert abs(sum(r.priority == 2 for r in drawn_by) / 2_000 - 0.75) < 0.039
+    both = sum(r.tenant == "tenant0" and r.priority == 2 for r in drawn_by) / 2_000
+    assert abs(both - 0.75 * 0.75) < 0.045  # one says nothing about the other
+    assert [replace(r, tenant=None, priority=0) for r in drawn_by] == base
+    one = make("synthetic", num_requests=3, tenants=[2]).requests()
+    assert [r.tenant for r in one] == ["tenant0"] * 3
+
+
 LEN, ARR = "workload.prompt_len", "workload.arrival"
+UNIFORM, EXPONENTIAL = {"distribution": "uniform", "min": 1, "max": 9}, {"distribution": "exponential"}
 
 
 @pytest.mark.parametrize(("name", "settings", "key"), [
@@ -256,12 +299,25 @@ LEN, ARR = "workload.prompt_len", "workload.arrival"
     ("synthetic", {"prompt_len": {"distribution": "fixed", "mean": 2.5}}, f"{LEN}.mean"),
     ("synthetic", {"prompt_len": {"distribution": "fixed", "max": 9}}, f"{LEN}.max"),
     ("synthetic", {"prompt_len": {"distribution": "uniform", "min": 1}}, f"{LEN}.max"),
-    ("synthetic", {"prompt_len": {"distribution": "uniform", "min": 1, "max": 9, "mean": 4}}, f"{LEN}.mean"),
+    ("synthetic", {"prompt_len": {**UNIFORM, "mean": 4}}, f"{LEN}.mean"),
     ("synthetic", {"prompt_len": {"distribution": "uniform", "min": 9, "max": 1}}, f"{LEN}.min"),
     ("synthetic", {"prompt_len": {"min": 0}}, f"{LEN}.min"),
     ("synthetic", {"prompt_len": {"max": 32}}, f"{LEN}.mean"),
     ("synthetic", {"prompt_len": {"sigma": -1.0}}, f"{LEN}.sigma"),
+    ("synthetic", {"prompt_len": {"above_max": "drop"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {"above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {"distribution": "fixed", "above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {**UNIFORM, "above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {"max": 9, "min": 10, "above_max": "redraw"}}, f"{LEN}.min"),
+    ("synthetic", {"prompt_len": {"mean": 4, "max": 9, "min": 5, "above_max": "redraw"}}, f"{LEN}.mean"),
+    ("synthetic", {"prompt_len": {"mean": 9999, "max": 9, "above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"output_len": {**EXPONENTIAL, "mean": 9999, "max": 9, "above_max": "redraw"}},
+     "workload.output_len.above_max"),
     ("synthetic", {"output_len": {"mean": float("inf")}}, "workload.output_len.mean"),
+    ("synthetic", {"tenants": [1.0, -1.0]}, "workload.tenants"),
+    ("synthetic", {"tenants": [0, 0]}, "workload.tenants"),
+    ("synthetic", {"priorities": [float("inf")]}, "workload.priorities"),
+    ("synthetic", {"priorities": ["high"]}, "workload.priorities[0]"),
     ("synthetic", {"sampling": {"temperature": -1.0}}, "workload.sampling.temperature"),
     ("synthetic", {"sampling": {"stop_token_ids": [3]}}, "workload.sampling.stop_token_ids"),
     ("prompts", {"sampling": {"stop_token_ids": [258]}}, "workload.sampling.stop_token_ids"),
@@ -301,6 +357,7 @@ GOOD = b'{"prompt": "a"}\n'
     (b'{"prompt": "a", "id": ""}', "id='': must be printable and not empty"),
     (b'{"prompt": "a", "max_tokens": "ten"}', "max_tokens='ten': must be a whole number"),
     (b'{"prompt": "a", "n": true}', "n=True: must be a whole number"),
+    (b'{"prompt": "a", "priority": "high"}', "priority='high': must be a whole number"),
     (b'{"prompt": "a", "seed": 1.5}', "seed=1.5: must be a whole number"),
     (b'{"prompt": "a", "temperature": "0"}', "temperature='0': must be a number"),
     (b'{"prompt": "a", "top_p": NaN}', "is not JSON: NaN is no number"),
@@ -381,6 +438,8 @@ def test_whose_request_it_is_and_whether_all_lengths_are_known(write: Any) -> No
     assert make("jsonl", path=path, num_requests=2).knows_lengths
     assert not make("prompts").knows_lengths
     assert not make("jsonl", path=write([{"prompt": "a"}, {"prompt": "a", "output_tokens": 1}])).knows_lengths
+    urgent = make("jsonl", path=write([{"prompt": "a", "priority": -2}, {"prompt": "b"}]))
+    assert [r.priority for r in urgent.requests()] == [-2, 0]
     nothing = write([{"prompt": "a", "tenant": ""}])
     assert refused("jsonl", path=nothing).problem == "line 1: tenant='': must be printable and not empty"
 
@@ -492,7 +551,7 @@ def test_token_ids_need_no_tokenizer(write: Any) -> None:
     assert model.num_loads == 0
 
 
-@pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl", "chat", "tree", "mooncake"])
+@pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl", "chat", "tree", "mooncake", "azure"])
 def test_yaml_holds_every_setting_with_its_default(name: str) -> None:
     def check(values: dict[str, Any], default: Any) -> None:
         assert set(values) == {f.name for f in fields(default)}

@@ -215,5 +215,6 @@ def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
         "recompute_share": again / computed if computed else None,
         "padding_tokens": padding,
         "padding_share": padding / computed if computed else None,
+        "row_steps": rows + idle,
         "idle_row_share": idle / (rows + idle) if rows + idle else None,
     }

@@ -38,7 +38,7 @@ class EngineView:
     @property
     def heads(self) -> Iterator[Sequence]:
         seen: set[Sequence] = set()
-        while (head := self.line.head(self.now)) is not None and head not in seen:
+        while (head := self.line.head()) is not None and head not in seen:
             seen.add(head)
             yield head
 
