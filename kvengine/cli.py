@@ -110,4 +110,11 @@ def _pull(words: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"plugins": _plugins, "pull": _pull}
+def _new_plugin(words: list[str]) -> int:
+    """Write a package of one policy, to be made into one's own."""
+    from kvengine.new_plugin import new_plugin
+
+    return new_plugin(words)
+
+
+COMMANDS = {"plugins": _plugins, "pull": _pull, "new-plugin": _new_plugin}
