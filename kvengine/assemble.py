@@ -10,7 +10,7 @@ from kvengine import policies
 from kvengine.combinations import check_policies, check_workload
 from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError, KvEngineError, PolicyError, choices_hint
-from kvengine.core.limits import DebugConfig, EngineConfig, EngineLimits
+from kvengine.core.limits import DebugConfig, EngineConfig, EngineLimits, SloConfig
 from kvengine.core.shapes import KvShape, ModelShape, PrefixCacheConfig
 from kvengine.engine.clock import VirtualClock, WallClock
 from kvengine.engine.context import SchedulingContext
@@ -23,7 +23,7 @@ from kvengine.executors.config import TorchConfig
 from kvengine.executors.device_memory import check_host_memory, gpu_kv_bytes, uses_gpu
 from kvengine.kv.host_pool import SwapPool
 from kvengine.kv.sizing import KvConfig, kv_shape
-from kvengine.policies import Allocator, Build, Model, Workload
+from kvengine.policies import Build, Model, Workload
 from kvengine.registry import KINDS, Entry, Registry
 from kvengine.telemetry.config import TelemetryConfig
 
@@ -33,7 +33,7 @@ CONTEXT_KINDS = ("queue", "admission", "victim", "preemption")
 DEFAULT_EVICTION = "lru"
 """What conf/config.yaml chooses: no sign that somebody wants it."""
 
-GROUPS = ("engine", "kv", "prefix_cache", "telemetry", "debug", *KINDS)
+GROUPS = ("engine", "kv", "prefix_cache", "telemetry", "slo", "debug", *KINDS)
 """Every group that a configuration consists of."""
 
 
@@ -49,6 +49,7 @@ class Blueprint:
     context: SchedulingContext
     workload: Workload
     telemetry: TelemetryConfig
+    slo: SloConfig
     debug: DebugConfig
     build: Build
     executor: tuple[Entry, Any]
@@ -69,6 +70,7 @@ class Blueprint:
                 seed=self.engine_config.seed,
                 refuses_for_good=self.context.allocator.refuses_for_good,
                 choices_must_fit_together=not self.context.policies.preemption.preempts,
+                block_size=self.context.allocator.block_size,
             ),
             clock=VirtualClock() if executor.virtual_time else WallClock(),
             recorder=recorder,
@@ -108,10 +110,11 @@ def blueprint(config: Mapping[str, Any], registry: Registry) -> Blueprint:
         context=SchedulingContext(limits=limits, policies=parts, host_pool=host_pool),
         workload=workload,
         telemetry=from_mapping(TelemetryConfig, config.get("telemetry", {}), "telemetry"),
+        slo=from_mapping(SloConfig, config.get("slo", {}), "slo"),
         debug=from_mapping(DebugConfig, config.get("debug", {}), "debug"),
         build=build,
         executor=chosen["executor"],
-        notes=_notes(engine_config, chosen, cache, parts.allocator, kv),
+        notes=_notes(engine_config, chosen, cache, parts, kv),
     )
 
 
@@ -119,10 +122,11 @@ def _notes(
     engine: EngineConfig,
     chosen: Mapping[str, tuple[Entry, Any]],
     cache: PrefixCacheConfig,
-    allocator: Allocator,
+    parts: PolicySet,
     kv: KvShape,
 ) -> tuple[str, ...]:
     notes = []
+    allocator = parts.allocator
     executor = chosen["executor"][1]
     set_by_user = engine.gpu_memory_utilization != EngineConfig().gpu_memory_utilization
     if set_by_user and not (isinstance(executor, TorchConfig) and uses_gpu(executor)):
@@ -137,8 +141,9 @@ def _notes(
             if is_set:
                 notes.append(f"{word} is unused: there is no prefix cache in this run")
     offloads = cache.offload and allocator.caches
-    if kv.num_host_blocks and not offloads and chosen["preemption"][0].name == "recompute":
-        notes.append("the host pool is unused: preemption=recompute swaps nothing, and nothing is offloaded")
+    if kv.num_host_blocks and not offloads and not parts.preemption.swaps:
+        name = parts.name("preemption")
+        notes.append(f"the host pool is unused: preemption={name} swaps nothing, and nothing is offloaded")
     return tuple(notes)
 
 

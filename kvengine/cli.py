@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -117,4 +118,29 @@ def _new_plugin(words: list[str]) -> int:
     return new_plugin(words)
 
 
-COMMANDS = {"plugins": _plugins, "pull": _pull, "new-plugin": _new_plugin}
+def _why(words: list[str]) -> int:
+    """Print what the time of one request of a recorded run went to."""
+    from kvengine.analysis.why import explain, lines_of
+    from kvengine.launch import traces_folder
+    from kvengine.telemetry.run_directory import find_run, policies_of, read_tables
+
+    named = [word for word in words if word != "--json"]
+    if len(named) != 2:
+        problem = "takes RUN and REQUEST, as in: python -m kvengine why latest r3 (and --json)"
+        raise ConfigError("why", " ".join(words), problem)
+    run, request = named
+    path = find_run(run, traces_folder())
+    try:
+        tables = read_tables(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("run", run, f"cannot be read: {str(error).splitlines()[0]}") from error
+    choices = explain(tables, request)
+    if "--json" in words:
+        print(json.dumps({"run": str(path), "choices": choices}, indent=2))
+        return 0
+    for choice in choices:
+        print("\n".join(lines_of(choice, policies_of(path))))
+    return 0
+
+
+COMMANDS = {"plugins": _plugins, "pull": _pull, "why": _why, "new-plugin": _new_plugin}

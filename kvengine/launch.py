@@ -47,7 +47,10 @@ from kvengine.run import Run
 FLAGS_WITHOUT_RUN = (
     "--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc",
 )  # fmt: skip
-CHOOSABLE = ("kv", "prefix_cache", "telemetry", "experiment", *KINDS)
+PACKS = ("preset", "experiment")
+"""Groups whose choices set others."""
+
+CHOOSABLE = ("kv", "prefix_cache", "telemetry", *PACKS, *KINDS)
 """Groups of which one choice is taken by its name."""
 
 MULTIRUN_FLAGS = ("-m", "--multirun")
@@ -104,7 +107,7 @@ def _check(overrides: list[str], sweeps: bool) -> tuple[list[bool], list[str]]:
         except ValueError as error:  # Hydra's for a group that is given a bool, a number or null
             raise _no_choice(own) or error from error
         except HYDRA_ERRORS as error:
-            wrong = explain(error, overrides, [*flatten(compose(_choices(own, compose))), *LIMITS])
+            wrong = explain(error, overrides, [*flatten(compose(_choices(own, compose))), *LIMITS, *PACKS])
             raise ConfigError(
                 wrong.key, wrong.value, wrong.problem + registry.broken_hint(wrong.value)
             ) from error
@@ -257,9 +260,14 @@ def _sets(overrides: list[str], key: str) -> bool:
     return any(key_of(word) == key for word in overrides)
 
 
+def traces_folder() -> Path:
+    """Where runs are recorded: traces/ in the checkout, else where we are."""
+    return (checkout() or Path.cwd()) / "traces"
+
+
 def _new_directory(prefix: str) -> Path:
-    """A directory of its own for a run or a sweep: traces/TIME in the checkout, else where we are."""
-    root = (checkout() or Path.cwd()) / "traces"
+    """A directory of its own for a run or a sweep, named by the time."""
+    root = traces_folder()
     stamp = prefix + datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for suffix in count(1):
         path = root / (stamp if suffix == 1 else f"{stamp}-{suffix}")

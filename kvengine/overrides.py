@@ -41,11 +41,11 @@ _ON_OFF = {"true": "on", "1": "on", "yes": "on", "false": "off", "0": "off", "no
 def expand(words: Iterable[str]) -> list[str]:
     """The overrides with short names of limits written out.
 
-    `enable_chunked_prefill` picks the scheduler when none is chosen; otherwise it stays, to be held against
-    the chosen one. `executor=null` names a choice, where Hydra would read it as no choice.
+    `enable_chunked_prefill` picks the scheduler when none is chosen, nor a preset; otherwise it stays, to be held
+    against the chosen one. `executor=null` names a choice, where Hydra would read it as no choice.
     """
     words = list(words)
-    picks_scheduler = not any(key_of(word) == "scheduler" for word in words)
+    picks_scheduler = not any(key_of(word) in ("scheduler", "preset") for word in words)
     return [_expand_one(word, picks_scheduler) for word in words]
 
 

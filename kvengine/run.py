@@ -94,7 +94,8 @@ class Run:
         if status == "interrupted":
             return EXIT_INTERRUPTED
         incomplete = self._directory is not None and self._directory.problem is not None
-        served_nobody = bool(self._report.rejected) and not summary["num_finished"]
+        turned_away = self._report.rejected or summary["num_refused"]
+        served_nobody = bool(turned_away) and not summary["num_finished"]
         return EXIT_FAILED if incomplete or served_nobody else EXIT_OK
 
     def _drive(self, engine: Engine) -> DriverReport:
@@ -169,7 +170,7 @@ class Run:
         if self._directory is not None:
             for name, table in tables.items():
                 self._directory.write_whole(name, table)
-        summary = summarize(tables, self._facts)
+        summary = summarize(tables, self._facts, self._plan.slo)
         self._write_run(status, summary=summary)
         print_summary(self._console, summary, self._title(status))
         for line in (bound_line(tables), self._time_line(), self._sample and f"For example {self._sample}"):

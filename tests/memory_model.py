@@ -67,6 +67,8 @@ class MemoryModel:
         self.num_refused = 0
         self.num_hits = 0
         self.num_copies = 0
+        self.num_brought_back = 0
+        """Cached blocks that came back from the host."""
         self._kv: dict[Slot, tuple[int, int]] = {}
         self._block_size = block_size
         self._num_made = 0
@@ -141,13 +143,12 @@ class MemoryModel:
         seq.state = SequenceState.FINISHED
 
     def preempt(self, seq: Sequence) -> None:
-        """By swap if it fits, else it is gone."""
-        if self.memory.swap_out(seq) is None:
-            self._leave(seq)
-            seq.state = SequenceState.SWAPPED
+        """By swap if it fits and the plan lets it, else it is gone."""
+        swapped, _ = self.memory.give_way(seq, swap=True)
+        self._leave(seq)
+        seq.state = SequenceState.SWAPPED if swapped else SequenceState.FINISHED
+        if swapped:
             self.swapped.append(seq)
-        else:
-            self.free(seq)
 
     def resume(self, seq: Sequence) -> bool:
         self.swapped.remove(seq)
@@ -165,6 +166,7 @@ class MemoryModel:
         plan = self._plan
         self.memory.finish_plan()
         self.num_copies += len(plan.copies)
+        self.num_brought_back += len({block for block, _ in plan.swap_ins} & set(self.allocator.host_blocks))
         for source_kind, destination_kind, pairs in (
             ("device", "host", plan.swap_outs),
             ("host", "device", plan.swap_ins),
@@ -182,6 +184,7 @@ class MemoryModel:
                 self._sample(seq)
         self._new_plan()
         self._read_back()
+        self._check_free()
 
     def check(self) -> None:
         """The books agree, also in the middle of a plan."""
@@ -189,19 +192,26 @@ class MemoryModel:
         allocator = self.allocator
         assert 0 <= allocator.num_cached_blocks <= allocator.num_free_blocks <= allocator.num_blocks
         if not self.live:
-            assert allocator.num_free_blocks == allocator.num_blocks, "blocks leaked"
             assert not allocator.num_saved_blocks
             assert not allocator.num_saved_slots
 
     # ---- inside
 
     def _read_back(self) -> None:
-        """Every computed token of every live sequence is where its table says."""
-        for seq in self.live:
+        """Every computed token of every live or swapped sequence is where its table says."""
+        for seq in (*self.live, *self.swapped):
             first = 0 if self.window is None else max(0, seq.num_computed_tokens + 1 - self.window)
             for place in range(first, seq.num_computed_tokens):
                 held = self._kv.get(self._slot(seq, place))
                 assert held == (seq.token_ids[place], place), f"{seq} token {place}: {held}"
+
+    def _check_free(self) -> None:
+        """Between plans, in which blocks may have to stay as they are, all but those of live sequences are free."""
+        allocator = self.allocator
+        if allocator.shares or not self.live:  # else a sequence may own more than its table lists
+            tables = [seq.block_table for seq in self.live]
+            held = {block for table in tables for block in table.blocks[table.num_dropped :]}
+            assert allocator.num_free_blocks == allocator.num_blocks - len(held), "blocks leaked"
 
     def _sample(self, seq: Sequence) -> None:
         """The step gave `seq` its next token, or its last."""
@@ -243,8 +253,11 @@ class MemoryModel:
         self.memory.begin_plan(self._plan)
 
     def _slot(self, seq: Sequence, place: int) -> Slot:
-        size = self._block_size
-        return "device", seq.block_table.blocks[place // size] * size + place % size
+        size, table = self._block_size, seq.block_table
+        if seq.state is SequenceState.SWAPPED:
+            first = -(-seq.num_computed_tokens // size) - len(table.host_blocks)
+            return "host", table.host_blocks[place // size - first] * size + place % size
+        return "device", table.blocks[place // size] * size + place % size
 
     def _copy(self, source: str, destination: str, pairs: list[tuple[int, int]]) -> None:
         """All sources are read before any destination is written, as one kernel call does it."""

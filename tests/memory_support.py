@@ -93,8 +93,8 @@ def state(allocator: PagedAllocator) -> dict[str, Hashable]:
     }
 
 
-class SwapPreemption(Preemption):
-    """Every victim goes to the host."""
+class HopefulPreemption(Preemption):
+    """Every victim goes to the host, also where there is none, for which `swap` is refused."""
 
     def mechanism(self, victim: Sequence) -> Mechanism:
         return Mechanism.SWAP
@@ -108,10 +108,10 @@ class EitherPreemption(Preemption):
 
 
 def registry_with(**parts: Any) -> Registry:
-    """All plug-ins, `swap` and `either` as preemptions, and each of `parts`, made anew by calling it with the
+    """All plug-ins, `hopeful` and `either` as preemptions, and each of `parts`, made anew by calling it with the
     build, as the plug-in `test` of its kind."""
     registry = discover()
-    for name, policy in (("swap", SwapPreemption), ("either", EitherPreemption)):
+    for name, policy in (("hopeful", HopefulPreemption), ("either", EitherPreemption)):
         registry.add("preemption", name, lambda config, build, policy=policy: policy(), summary="for tests")
     for kind, make in parts.items():
         registry.add(kind, "test", lambda config, build, make=make: make(build), summary="for tests")

@@ -88,6 +88,7 @@ def test_every_yaml_composes_and_assembles(group: str) -> None:
     registry = discover()
     needs: dict[tuple[str, str], list[str]] = {
         ("workload", "jsonl"): [f"workload.path={ROOT / 'kvengine/workloads/demo_prompts.jsonl'}"],
+        ("workload", "azure"): [f"workload.path={ROOT / 'tests/azure_tiny.csv'}"],
         ("workload", "mooncake"): [f"workload.path={ROOT / 'tests/mooncake_tiny.jsonl'}"],
         ("model", "hf"): ["model.path=nowhere/at-all"],
         ("executor", "null"): [],

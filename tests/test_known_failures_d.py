@@ -1,4 +1,5 @@
-"""Preemption by recompute and by swap: cases D1 to D6 of known-failures.md, with variants of our own."""
+"""Preemption by recompute and by swap: cases D1 to D6, and I1 after D1, of known-failures.md, with variants of our
+own."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 from memory_support import registry_with
 
+from kvengine.analysis.summary import PoolFacts, summarize
+from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence
 from kvengine.core.shapes import PrefixCacheConfig
+from kvengine.policies import Admission, SchedulingView
 from kvengine.registry import Registry, discover
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.testing.engines import TestEngine
@@ -20,6 +24,7 @@ REGISTRY = discover()
 SCHEDULERS = REGISTRY.names("scheduler")
 VICTIMS = REGISTRY.names("victim")
 QUEUES = REGISTRY.names("queue")
+PREEMPTIONS = [name for name in REGISTRY.names("preemption") if name != "never"]
 BATCHING = ("chunked", "continuous", "static")
 """Schedulers that let several enter as soon as their prompts fit, so that these loads must preempt."""
 
@@ -99,9 +104,63 @@ def test_d1_victim_keeps_its_first_token_time_and_counts_what_it_recomputes(cach
     assert (a.token_runs, b.token_runs) == ([[0, 8]], [[0, 5], [8, 3]])
 
 
+def decisions_of(recorder: ColumnRecorder) -> list[dict[str, Any]]:
+    recorder.flush()
+    return recorder.tables()["decisions"].to_pylist()
+
+
+def test_i1_figures_after_d1():
+    """16 tokens, 2 requests, 2 first tokens, and as many preemptions as the step log has."""
+    engine, recorder = TestEngine(block_size=4, num_blocks=6), ColumnRecorder()
+    tee: Any = Tee(engine.log, recorder)
+    engine.engine.recorder = tee
+    for name, (prompt, _) in GOLDEN.items():
+        engine.add(name, prompt, 8)
+    engine.run()
+    facts = PoolFacts(num_blocks=6, block_size=4, block_bytes=1, max_num_seqs=64)
+    recorder.flush()
+    figures = summarize(recorder.tables(), facts)
+    assert (figures["num_requests"], figures["num_finished"]) == (2, 2)
+    assert (figures["output_tokens"], figures["prompt_tokens"]) == (16, 16)
+    assert figures["num_preemptions"] == engine.log.num_preemptions == 1
+    left = [row for row in decisions_of(recorder) if row["action"] == "preempt"]
+    assert [(row["request_id"], row["reason"], row["detail"]) for row in left] == [
+        ("b", "PREEMPTED_FOR", "a")
+    ]
+    for row in recorder.tables()["requests"].to_pylist():
+        assert row["first_token_ns"] == 10_000_000, "of the first token delivered, whatever is computed again"
+        assert row["arrival_ns"] <= row["admitted_ns"] <= row["first_token_ns"]
+    for step in engine.log.steps:
+        assert 0 <= step.pool.num_free_blocks <= 6
+        assert 0 <= step.pool.num_slots_held <= step.pool.num_slots_owned <= 24
+
+
+@pytest.mark.parametrize("preemption", PREEMPTIONS)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_d1_variant_every_victim_and_every_way_to_leave(victim, preemption):
+    """Ours: four at once with prompts and outputs of other lengths, and a host pool that holds one of them."""
+    engine = TestEngine(
+        registry=REGISTRY,
+        block_size=4,
+        num_blocks=8,
+        num_host_blocks=4,
+        policies={"victim": victim, "preemption": preemption},
+    )
+    prompts = {f"r{i}": range(20 * i + 1, 20 * i + 4 + 2 * i) for i in range(4)}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        engine.add(name, prompt, 14 - 2 * i)
+    engine.run(max_steps=200)
+    assert engine.outputs == {
+        name: checksum_output(prompt, 14 - 2 * i) for i, (name, prompt) in enumerate(prompts.items())
+    }
+    assert engine.log.num_preemptions >= 2
+    assert (sum(len(step.swap_outs) for step in engine.log.steps) > 0) == (preemption != "recompute")
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5])
-def test_d1_three_requests_with_two_choices_each(scheduler, block_size):
+def test_d1_variant_three_requests_with_two_choices_each(scheduler, block_size):
+    """Ours."""
     prompts = {"x": [5, 4, 3], "y": [250, 0, 17, 99, 3, 8, 21], "z": [7]}
     engine = TestEngine(
         registry=REGISTRY,
@@ -129,6 +188,34 @@ def test_d2_whole_prompt_admission_never_thrashes(num_requests, num_blocks):
         engine.add(f"r{i}", range(i, i + 40), 16)
     engine.run(max_steps=200)
     assert engine.log.num_preemptions == 0
+    assert engine.outputs == {f"r{i}": checksum_output(range(i, i + 40), 16) for i in range(num_requests)}
+
+
+class FirstChunk(Admission):
+    """Lets in whose next chunk fits, whatever was promised to others."""
+
+    def refuses(self, seq: Sequence, view: SchedulingView) -> Refusal | None:
+        chunk = min(view.uncomputed(seq), view.token_budget_left)
+        needed = view.blocks_needed(seq, seq.num_tokens - view.uncomputed(seq) + chunk)
+        return Refusal(Reason.NO_BLOCKS) if needed > view.num_free_blocks else None
+
+
+@pytest.mark.parametrize(("num_requests", "num_blocks", "num_preemptions"), [(2, 14, 4), (3, 16, 12)])
+def test_d2_the_load_thrashes_where_only_the_first_chunk_must_fit(num_requests, num_blocks, num_preemptions):
+    registry = discover()
+    registry.add("admission", "test", lambda config, build: FirstChunk(), summary="")
+    engine = TestEngine(
+        registry=registry,
+        block_size=4,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=8,
+        policies={"admission": "test"},
+        prefix_cache=PrefixCacheConfig(mode="off"),
+    )
+    for i in range(num_requests):
+        engine.add(f"r{i}", range(i, i + 40), 16)
+    engine.run(max_steps=400)
+    assert engine.log.num_preemptions == num_preemptions
     assert engine.outputs == {f"r{i}": checksum_output(range(i, i + 40), 16) for i in range(num_requests)}
 
 
@@ -182,7 +269,8 @@ def test_d3_five_requests_end_under_pressure(scheduler, victim, num_blocks, max_
     assert_whole_and_free(engine, num_sequences=5, num_new=8)
 
 
-def test_d3_two_half_pool_holders_do_not_wait_for_each_other():
+def test_d3_variant_two_half_pool_holders_do_not_wait_for_each_other():
+    """Ours, after the sentence of the case."""
     engine = TestEngine(block_size=1, num_blocks=8)
     engine.add("a", [1, 2, 3, 4], 5)
     engine.add("b", [5, 6, 7, 8], 5)  # both fill half of the pool, and both need the whole of it
@@ -351,6 +439,9 @@ class SwappedBytes(ChecksumSource):
 
 
 def swapping_engine(num_host_blocks: int, preemption: str = "swap", **config) -> TestEngine:
+    """With a policy of our own where `swap` is refused, since there is no host pool."""
+    if preemption == "swap" and not num_host_blocks:
+        preemption = "hopeful"
     policies = {"preemption": preemption, **config.pop("policies", {})}
     return TestEngine(
         registry=SWAPPING, policies=policies, num_host_blocks=num_host_blocks, source=SwappedBytes(), **config
@@ -369,9 +460,7 @@ def check_host(engine: TestEngine, num_host_blocks: int) -> None:
 
 
 def no_swap_space(recorder: ColumnRecorder) -> list[str]:
-    recorder.flush()
-    decisions = recorder.tables()["decisions"].to_pylist()
-    return [row["detail"] for row in decisions if row["reason"] == "NO_SWAP_SPACE"]
+    return [row["detail"] for row in decisions_of(recorder) if row["reason"] == "NO_SWAP_SPACE"]
 
 
 @pytest.mark.parametrize("cache", ["auto", "off"])

@@ -87,7 +87,7 @@ def setups(draw: st.DrawFn) -> dict[str, Any]:
         "prefix_cache": cache,
         "policies": {
             "allocator": "test" if colliding else "paged",
-            "preemption": draw(st.sampled_from(["recompute", "swap", "either"])),
+            "preemption": draw(st.sampled_from(["recompute", "swap" if host else "hopeful", "either"])),
             "eviction": draw(st.sampled_from(["lru", "lfu", "fifo"])),
         },
     }

@@ -16,16 +16,18 @@ import pytest
 from kvengine.core.decision import Action, Decision
 from kvengine.core.errors import RequestError
 from kvengine.core.plan import ScheduledRow, StepPlan, StepResult
-from kvengine.core.reasons import Reason
-from kvengine.core.request import Request
+from kvengine.core.reasons import Reason, Refusal, Verdict
+from kvengine.core.request import Request, SamplingParams
 from kvengine.core.sequence import Sequence
 from kvengine.core.shapes import PrefixCacheConfig
 from kvengine.engine.recording import PoolState
+from kvengine.registry import discover
 from kvengine.telemetry import recorder as recorder_module
 from kvengine.telemetry.recorder import ColumnRecorder
 from kvengine.telemetry.run_directory import RunDirectory, read_tables
 from kvengine.telemetry.tables import SCHEMAS
 from kvengine.testing.engines import TestEngine
+from kvengine_plugins.admissions.whole_prompt import WholePromptAdmission
 
 MS = 1_000_000
 NOTHING = PoolState(*[0] * 9)
@@ -35,12 +37,13 @@ COLUMNS = {
     " num_padding_tokens num_recomputed_tokens num_admitted num_preempted num_running num_held num_waiting"
     " num_free_blocks num_cached_blocks num_saved_blocks num_slots_held num_slots_owned num_host_blocks"
     " num_copied_blocks num_swapped_out_blocks num_swapped_in_blocks",
-    "requests": "request_id choice pair_key status finish_reason problem num_prompt_tokens num_cached_tokens"
-    " num_output_tokens arrival_ns admitted_ns first_token_ns last_token_ns finished_ns num_preemptions"
-    " num_recomputed_tokens",
+    "requests": "request_id choice pair_key tenant priority status finish_reason problem num_prompt_tokens"
+    " num_cached_tokens num_output_tokens arrival_ns admitted_ns first_token_ns last_token_ns finished_ns"
+    " num_preemptions num_recomputed_tokens",
     "tokens": "request_id choice first_step num_steps",
-    "decisions": "first_step last_step time_ns request_id choice action reason detail num_blocks num_tokens"
-    " num_free_before num_cached",
+    "prefills": "request_id choice first_step num_steps num_tokens",
+    "decisions": "first_step last_step time_ns last_ns request_id choice action reason detail policy num_blocks"
+    " num_tokens num_free_before num_free_after num_cached num_moved_blocks",
     "unwritten": "request_id choice first_step last_step num_slots",
 }
 """What README and analyses rely on: a column that is renamed breaks recorded runs."""
@@ -323,6 +326,122 @@ def test_refusals_of_consecutive_steps_are_one_row() -> None:
         recorder.tables()["decisions"], "detail", "time_ns", request_id="a", first_step=0
     )
     assert (detail, time_ns) == ("2 needed", 0)
+
+
+def test_ten_thousand_steps_of_waiting_are_one_row() -> None:
+    """Although the numbers in its detail change from step to step."""
+    recorder, a = ColumnRecorder(), sequence("a")
+    steps = {
+        step: [refuse(a, detail=f"{step} free"), refuse(None, Reason.HEAD_OF_LINE, "a")]
+        for step in range(10_000)
+    }
+    record_steps(recorder, steps)
+    recorder.flush()
+    found = rows(
+        recorder.tables()["decisions"], "action", "first_step", "last_step", "time_ns", "last_ns", "detail"
+    )
+    assert sorted(found) == [
+        ("refuse", 0, 9999, 0, 99_990 * MS, "0 free"),
+        ("stop", 0, 9999, 0, 99_990 * MS, "a"),
+    ]
+
+
+def test_a_plan_without_it_ends_a_refusal() -> None:
+    """An idle one too, which has the number of the step after it; and one of the same number does not lengthen it."""
+    recorder, a = ColumnRecorder(), sequence("a")
+
+    def plan(step: int, moment: int, *decisions: Decision) -> StepPlan:
+        return StepPlan(step=step, now_ns=moment, decisions=list(decisions))
+
+    recorder.step(plan(0, 0, refuse(a)), StepResult([], 0), NOTHING, 5)
+    recorder.idle(plan(1, 10, refuse(a)))
+    recorder.idle(plan(1, 20))
+    recorder.idle(plan(1, 30, refuse(a)))
+    recorder.step(plan(1, 40, refuse(a)), StepResult([], 0), NOTHING, 45)
+    recorder.step(plan(2, 50), StepResult([], 0), NOTHING, 55)
+    recorder.flush()
+    found = rows(recorder.tables()["decisions"], "first_step", "last_step", "time_ns", "last_ns")
+    assert found == [(0, 1, 0, 10), (1, 1, 30, 40)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "action", "num_rows"),
+    [
+        (Reason.NO_BLOCKS, Action.REFUSE, 1),
+        (Reason.HEAD_OF_LINE, Action.REFUSE, 2),
+        (Reason.POLICY, Action.REFUSE, 2),
+        (Reason.NO_BLOCKS, Action.STOP, 2),
+    ],
+)
+def test_details_that_say_what_the_reason_is_tell_rows_apart(
+    reason: Reason, action: Action, num_rows: int
+) -> None:
+    recorder, a = ColumnRecorder(), sequence("a") if action is Action.REFUSE else None
+    record_steps(recorder, {step: [Decision(action, a, reason, "ab"[step > 1])] for step in range(4)})
+    recorder.flush()
+    found = rows(recorder.tables()["decisions"], "first_step", "last_step", "detail")
+    assert found == ([(0, 3, "a")] if num_rows == 1 else [(0, 1, "a"), (2, 3, "b")])
+
+
+def test_a_preemption_says_by_whom_and_what_it_freed() -> None:
+    test_engine, recorder = recorded(num_blocks=6, block_size=4, policies={"scheduler": "continuous"})
+    for name in "ab":
+        test_engine.add(name, range(ord(name), ord(name) + 8), 8)
+    test_engine.run()
+    recorder.flush()
+    names = ("first_step", "request_id", "reason", "detail", "policy", "num_blocks", "num_tokens", "num_free_before",
+             "num_free_after", "num_moved_blocks")  # fmt: skip
+    assert rows(recorder.tables()["decisions"], *names, action="preempt") == [
+        (5, "b", "PREEMPTED_FOR", "a", "latest_arrival", 3, 12, 0, 3, 0)
+    ]
+
+
+def test_prefills_are_the_rows_that_were_no_decodes(
+    finished_run: tuple[TestEngine, dict[str, pa.Table]],
+) -> None:
+    """Their tokens per step are those of the table `steps`, and the runs are as long as can be."""
+    _, tables = finished_run
+    known, least = Counter[int](), Counter[int]()
+    ends: dict[tuple[str, int], int] = {}
+    for request_id, choice, first, num_steps, tokens in rows(
+        tables["prefills"], *COLUMNS["prefills"].split()
+    ):
+        assert first > ends.get((request_id, choice), -2) + 1
+        ends[request_id, choice] = first + num_steps - 1
+        (known if num_steps == 1 else least)[first] += tokens if num_steps == 1 else 1
+        for step in range(first + 1, first + num_steps):
+            least[step] += 1
+    computed = dict(rows(tables["steps"], "step", "num_prefill_tokens"))
+    for step, tokens in computed.items():
+        assert tokens >= known[step] + least[step]
+        assert least[step] or tokens == known[step]
+    assert sum(computed.values()) == sum(tables["prefills"]["num_tokens"].to_pylist())
+
+
+class Refusing(WholePromptAdmission):
+    def refuses(self, seq: Sequence, view: Any) -> Refusal | None:
+        return Refusal(Reason.DEADLINE, "too late", Verdict.REFUSE) if any(view.running) else None
+
+
+def test_who_is_refused_for_good_is_a_status_of_its_own() -> None:
+    """With both its choices, its tenant and its priority."""
+    registry = discover()
+    registry.add("admission", "refusing", lambda config, build: Refusing(), summary="of this test")
+    test_engine, recorder = recorded(registry=registry, policies={"admission": "refusing"})
+    test_engine.add("a", range(8), 3)
+    test_engine.step()
+    params = SamplingParams(max_tokens=2, n=2)
+    request = Request(id="b", prompt_token_ids=(1, 2), sampling=params, tenant="t", priority=3)
+    test_engine.engine.add_request(request)
+    test_engine.run()
+    recorder.flush()
+    names = ("request_id", "choice", "tenant", "priority", "finish_reason", "finished_ns", "admitted_ns")
+    assert rows(recorder.tables()["requests"], *names, status="refused") == [
+        ("b", choice, "t", 3, "refused", 20 * MS, None) for choice in (0, 1)
+    ]
+    reject = rows(recorder.tables()["decisions"], "request_id", "reason", "detail", "policy", action="reject")
+    assert reject == [("b", "DEADLINE", "too late", "refusing")]
+    assert test_engine.log.steps[1].refused == ("b/0",)
 
 
 def test_a_refusal_goes_on_over_the_end_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from kvengine.telemetry.tables import SCHEMAS, columns
 
 QUICK = ("executor=null", "model=tiny", "workload=synthetic", "workload.num_requests=12", "max_num_seqs=4")
 FILES = {
-    "run.json", "outputs.jsonl", "spans.jsonl", "steps", "requests", "tokens", "decisions", "unwritten"
+    "run.json", "outputs.jsonl", "spans.jsonl", "steps", "requests", "tokens", "prefills", "decisions",
+    "unwritten",
 }  # fmt: skip
 
 
@@ -289,7 +290,7 @@ def test_parts_are_read_in_the_order_they_were_closed(tmp_path: Path) -> None:
     """Also past the tenth, and with words that other parts do not have."""
     directory = RunDirectory(tmp_path)
     for number in range(12):
-        row = (number, number, 0, "r", 0, "refuse", f"REASON_{number}", "", 0, 0, 0, 0)
+        row = (number, number, 0, 0, "r", 0, "refuse", f"REASON_{number}", "", "", 0, 0, 0, 0, 0, 0)
         directory.write_part("decisions", columns("decisions", [row]))
     decisions = read_tables(tmp_path)["decisions"]
     assert decisions["first_step"].to_pylist() == list(range(12))

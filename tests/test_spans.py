@@ -18,7 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvengine.analysis.timeline import WAITING_FOR_PROMPT
 from kvengine.core.errors import RequestError
+from kvengine.core.reasons import Reason
 from kvengine.core.sequence import SequenceState
 from kvengine.engine.recording import PoolState
 from kvengine.policies import SchedulingView
@@ -70,6 +72,19 @@ class NowAndThen(ChunkedScheduler):
                 view.schedule(seq, max_tokens=4)
         if len(view.waiting):
             view.admit(view.waiting.peek(), 4)
+
+
+class ByTurns(ChunkedScheduler):
+    """A plug-in that has several prefills unfinished and gives a chunk of four tokens to one of them a step."""
+
+    def schedule(self, view: SchedulingView) -> None:
+        view.schedule_decodes()
+        for seq in view.heads:
+            if not view.admit(seq, 1):
+                break
+        prefilling = list(view.prefilling)
+        if prefilling:
+            view.schedule(prefilling[view.now // (10 * MS) % len(prefilling)], max_tokens=4)
 
 
 class Tee:
@@ -125,7 +140,7 @@ def run_facts(**changed: Any) -> RunFacts:
 
 def engine(**policies: Any) -> tuple[TestEngine, ColumnRecorder]:
     registry = discover()
-    for name, scheduler in (("admit_first", AdmitFirst), ("now_and_then", NowAndThen)):
+    for name, scheduler in (("admit_first", AdmitFirst), ("now_and_then", NowAndThen), ("by_turns", ByTurns)):
         registry.add("scheduler", name, lambda config, build, made=scheduler: made(), summary="for tests")
     test_engine, recorder = TestEngine(registry=registry, **policies), ColumnRecorder()
     tee: Any = Tee(test_engine.log, recorder)
@@ -241,6 +256,11 @@ def check_span(span: dict[str, Any]) -> None:
         assert set(link) <= LINK_FIELDS
         check_ids(link)
         check_attributes(link)
+    for event in span.get("events", []):
+        assert set(event) <= {"timeUnixNano", "name", "attributes", "droppedAttributesCount"}
+        assert event["name"]
+        assert span["startTimeUnixNano"] <= event["timeUnixNano"] <= span["endTimeUnixNano"]
+        check_attributes(event)
 
 
 def test_every_line_is_a_traces_data_by_the_rules_of_otlp_json(recorded: Recorded) -> None:
@@ -408,6 +428,65 @@ def test_unfinished_requests_have_phases_up_to_the_end_of_the_run(tmp_path: Path
     assert {attributes(root)["error.type"] for root in run.roots} == {"unfinished"}
 
 
+# ---- events
+
+
+def events(span: dict[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+    """Name, moment and attributes of each."""
+    return [
+        (event["name"], int(event["timeUnixNano"]) - EPOCH, attributes(event))
+        for event in span.get("events", [])
+    ]
+
+
+def test_every_wait_says_why_and_for_how_long(recorded: Recorded) -> None:
+    """An event for each reason, when it first held; together they held as long as the wait was."""
+    for span in [*recorded.named("queued"), *recorded.named("preempted")]:
+        reasons = [event for event in events(span) if event[0] != "preempted"]
+        assert len({name for name, _, _ in reasons}) == len(reasons)
+        assert sum(about["kvengine.reason.held_ns"] for _, _, about in reasons) == end(span) - start(span)
+        for name, moment, about in reasons:
+            assert name in set(Reason) | {WAITING_FOR_PROMPT}
+            assert start(span) <= moment < end(span)
+            assert set(about) == {"kvengine.reason.held_ns", "kvengine.reason.detail"}
+        moments = [moment for _, moment, _ in events(span)]
+        assert moments == sorted(moments)
+    for span in [*recorded.named("prefill"), *recorded.named("decode")]:
+        assert not events(span)
+
+
+def test_every_preemption_is_an_event_with_all_its_numbers(recorded: Recorded) -> None:
+    decisions = {
+        (row["request_id"], row["choice"], row["time_ns"]): row
+        for row in recorded.tables["decisions"].to_pylist()
+        if row["action"] == "preempt"
+    }
+    seen = set()
+    for root in recorded.roots:
+        for span in recorded.children(root):
+            found = [event for event in events(span) if event[0] == "preempted"]
+            assert len(found) == (span["name"] == "preempted")
+            for _, moment, about in found:
+                victim = attributes(root)["kvengine.request.id"]
+                key = (victim, attributes(span)["kvengine.choice"], moment)
+                row = decisions[key]
+                assert {name.rpartition(".")[2]: value for name, value in about.items()} == {
+                    "victim": victim,
+                    "beneficiary": row["detail"],
+                    "reason": "PREEMPTED_FOR",
+                    "policy": "latest_arrival",
+                    "step": row["first_step"],
+                    "swapped": False,
+                    "num_blocks_freed": row["num_free_after"] - row["num_free_before"],
+                    "num_tokens_lost": row["num_tokens"],
+                    "num_moved_blocks": 0,
+                    "num_free_before": row["num_free_before"],
+                    "num_free_after": row["num_free_after"],
+                }
+                seen.add(key)
+    assert seen == set(decisions)
+
+
 # ---- steps and their links
 
 
@@ -472,6 +551,22 @@ def test_a_prefill_that_pauses_is_linked_to_its_own_steps(tmp_path: Path) -> Non
     assert sum("prefilling" in step.scheduled for step in test_engine.log.steps) == 7
     run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder, step_span_interval=1)
     test_links_point_to_exactly_the_requests_of_the_step(run)
+
+
+def test_each_of_several_prefills_is_linked_to_its_own_steps(tmp_path: Path) -> None:
+    """Four at once, each in every few steps, and prefill steps of the others between."""
+    test_engine, recorder = engine(policies={"scheduler": "by_turns"}, num_blocks=40, block_size=4)
+    for i in range(4):
+        test_engine.add(f"r{i}", range(30 * i, 30 * i + 20 + i), 3)
+    test_engine.run()
+    prefills = [set(step.scheduled) - set(step.sampled) for step in test_engine.log.steps]
+    assert max(map(len, prefills)) > 1
+    assert len({frozenset(names) for names in prefills}) > 4
+    run = Recorded(tmp_path / "spans.jsonl", test_engine, recorder, step_span_interval=1)
+    test_links_point_to_exactly_the_requests_of_the_step(run)
+    steps = {name: [s.step for s in test_engine.log.steps if name in s.scheduled] for name in prefills[0]}
+    for (name, _), life in lives(run.tables).items():
+        assert [step for first, last in life.steps for step in range(first, last + 1)] == steps[name]
 
 
 def test_who_is_preempted_by_the_plan_that_lets_it_in_was_in_no_step(tmp_path: Path) -> None:

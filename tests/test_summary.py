@@ -112,6 +112,7 @@ def test_a_run_worked_out_by_hand() -> None:
         "num_requests": 3,
         "num_finished": 3,
         "num_unfinished": 0,
+        "num_refused": 0,
         "num_rejected": 0,
         "prompt_tokens": 16,
         "output_tokens": 9,
@@ -121,6 +122,13 @@ def test_a_run_worked_out_by_hand() -> None:
         "tpot_ms": percentiles(10, 10 + 0.8 * 10 / 3, 10 + 0.98 * 10 / 3),  # of 10, 10, 40 / 3
         "itl_ms": percentiles(10, 15, 19.5),  # of 10, 10, 10, 10, 10, 20
         "queue_ms": percentiles(0, 20, 24.5),  # of 0, 0, 25
+        "goodput_per_s": None,
+        "slo_attainment": None,
+        "by_priority": None,
+        "by_tenant": None,
+        "fairness_gap_tokens": None,
+        "decode_stall_ms": percentiles(0, 8, 9.8),  # of 0, 10 (c, in step 3), 0
+        "decode_stall_share": pytest.approx(10 / (20 + 40 + 10)),
         "kv_held_of_pool": mean_and_peak(50 / 160, 14 / 32),
         "kv_reserved_of_pool": mean_and_peak(5 / 160, 3 / 32),
         "kv_internal_of_pool": mean_and_peak(5 / 160, 3 / 32),
@@ -139,7 +147,10 @@ def test_a_run_worked_out_by_hand() -> None:
         "num_steps": 5,
         "num_preemptions": 0,
         "recomputed_tokens": 0,
+        "recompute_share": 0,
         "padding_tokens": 0,
+        "padding_share": 0,
+        "row_steps": 9,
         "idle_row_share": 0,
         "fragmented_steps": 0,
     }
@@ -152,8 +163,11 @@ def test_a_static_batch_worked_out_by_hand(deliver: str) -> None:
     policies, settings = {"scheduler": "static"}, {"scheduler": {"deliver": deliver}}
     _, _, figures = run(work, policies=policies, settings=settings, max_num_seqs=5)
     assert figures["num_steps"] == 10
+    assert figures["row_steps"] == 40
     assert figures["idle_row_share"] == pytest.approx(24 / 40)
     assert figures["padding_tokens"] == 2 + 0 + 3 + 1
+    computed = (2 + 4 + 1 + 3) + 6 + (1 + 2 + 9) + 24  # prompts, padding, decodes, finished rows
+    assert figures["padding_share"] == pytest.approx(6 / computed)
     assert figures["slot_occupancy"] == pytest.approx(16 / 10 / 5)
     assert figures["ttft_ms"] == percentiles(*[100 if deliver == "batch_end" else 10] * 3)
     assert figures["tpot_ms"] == figures["itl_ms"] == percentiles(10, 10, 10)
@@ -239,6 +253,7 @@ def test_preemption_by_recompute_changes_no_figure_but_its_own() -> None:
     assert figures["recomputed_tokens"] > 0
     scheduled = sum(sum(step.scheduled.values()) for step in pressed.log.steps)
     assert scheduled == figures["recomputed_tokens"] + 2 * (8 + 8 - 1)
+    assert figures["recompute_share"] == pytest.approx(figures["recomputed_tokens"] / scheduled)
     assert figures["itl_ms"]["p99"] > roomy["itl_ms"]["p99"] == 10
     assert math.isclose(figures["duration_s"], len(pressed.log.steps) / 100)
     gaps = [b - a for victim in tokens_ms(pressed) for a, b in pairwise(victim)]
@@ -344,6 +359,19 @@ def test_a_run_that_nothing_bound() -> None:
     assert bound_line(no_tables()) == "Bound by: nothing; no request ran."
 
 
+def test_who_stands_behind_somebody_is_bound_by_what_binds_that_one() -> None:
+    """HEAD_OF_LINE holds in all 10 steps, what the heads waited for in 6 and in 4 of them."""
+    steps = columns("steps", [step_row(i, i, i + 1) for i in range(10)])
+    numbers = (0, 0, 0, 0, 0, 0)
+    rows = [
+        (0, 9, 0, 9 * MS, None, None, "stop", "HEAD_OF_LINE", "a", "", *numbers),
+        (0, 3, 0, 3 * MS, "a", 0, "refuse", "MAX_NUM_SEQS", "", "", *numbers),
+        (4, 9, 4 * MS, 9 * MS, "a", 0, "refuse", "NO_BLOCKS", "", "", *numbers),
+    ]
+    line = bound_line({**no_tables(), "steps": steps, "decisions": columns("decisions", rows)})
+    assert line.startswith("Bound by: NO_BLOCKS in 60% of steps")
+
+
 @pytest.mark.parametrize("reason", list(ADVICE))
 def test_the_most_frequent_reason_wins(reason: Reason) -> None:
     """It held in 60 of 100 steps, another in 20 and in one; below one step in 20 nothing bound the run."""
@@ -351,7 +379,7 @@ def test_the_most_frequent_reason_wins(reason: Reason) -> None:
     steps = columns("steps", [step_row(i, i, i + 1) for i in range(100)])
 
     def refused(first: int, last: int, why: Reason, action: str = "refuse") -> tuple:
-        return (first, last, 0, "r", 0, action, why.value, "", 0, 0, 0, 0)
+        return (first, last, 0, 0, "r", 0, action, why.value, "", "", 0, 0, 0, 0, 0, 0)
 
     rows = [
         refused(0, 19, other),

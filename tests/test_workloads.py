@@ -144,6 +144,30 @@ def test_fixed_and_clipping() -> None:
     assert min(drawn(distribution="exponential", mean=1.0)) == 1
 
 
+@pytest.mark.parametrize("config", [
+    {"distribution": "exponential", "mean": 128.0, "max": 32}, {"mean": 50.0, "min": 20, "max": 60},
+])  # fmt: skip
+def test_redrawing_leaves_out_what_is_above_max(config: dict[str, Any]) -> None:
+    longest = config["max"]
+    free = drawn(20 * NUM_DRAWS, **{**config, "mean": config["mean"], "max": None})
+    kept = drawn(NUM_DRAWS, **config, above_max="redraw")
+    assert kept == [value for value in free if value <= longest][:NUM_DRAWS]
+    assert max(kept) == longest
+
+
+@pytest.mark.parametrize(("cap", "published"), [(32, 15), (128, 54), (512, 118), (1536, 125)])
+def test_redrawn_exponential_has_the_mean_that_integration_gives(cap: int, published: float) -> None:
+    """E[X | X < c] = m - c / (exp(c / m) - 1) with c half a token above the cap, for rounding; 0 becomes 1.
+
+    Published are the realised means of the 1,000 requests of Anyscale's study of continuous batching (2023).
+    """
+    limit, m = cap + 0.5, 128.0
+    expected = m - limit / math.expm1(limit / m) + (1 - math.exp(-0.5 / m)) / (1 - math.exp(-limit / m))
+    assert expected == pytest.approx(published, rel=0.04)
+    values = drawn(distribution="exponential", mean=m, max=cap, above_max="redraw")
+    assert statistics.fmean(values) == pytest.approx(expected, abs=4 * expected / NUM_DRAWS**0.5)
+
+
 @pytest.mark.parametrize(("config", "cv"), [({"process": "poisson"}, 1), ({"process": "gamma", "cv": 1.0}, 1),
                                             ({"process": "gamma", "cv": 2.0}, 2),
                                             ({"process": "gamma", "cv": 0.25}, 0.25)])  # fmt: skip
@@ -234,6 +258,7 @@ def test_synthetic_prompts_cover_the_vocabulary_without_end_tokens() -> None:
 
 
 LEN, ARR = "workload.prompt_len", "workload.arrival"
+UNIFORM, EXPONENTIAL = {"distribution": "uniform", "min": 1, "max": 9}, {"distribution": "exponential"}
 
 
 @pytest.mark.parametrize(("name", "settings", "key"), [
@@ -256,11 +281,20 @@ LEN, ARR = "workload.prompt_len", "workload.arrival"
     ("synthetic", {"prompt_len": {"distribution": "fixed", "mean": 2.5}}, f"{LEN}.mean"),
     ("synthetic", {"prompt_len": {"distribution": "fixed", "max": 9}}, f"{LEN}.max"),
     ("synthetic", {"prompt_len": {"distribution": "uniform", "min": 1}}, f"{LEN}.max"),
-    ("synthetic", {"prompt_len": {"distribution": "uniform", "min": 1, "max": 9, "mean": 4}}, f"{LEN}.mean"),
+    ("synthetic", {"prompt_len": {**UNIFORM, "mean": 4}}, f"{LEN}.mean"),
     ("synthetic", {"prompt_len": {"distribution": "uniform", "min": 9, "max": 1}}, f"{LEN}.min"),
     ("synthetic", {"prompt_len": {"min": 0}}, f"{LEN}.min"),
     ("synthetic", {"prompt_len": {"max": 32}}, f"{LEN}.mean"),
     ("synthetic", {"prompt_len": {"sigma": -1.0}}, f"{LEN}.sigma"),
+    ("synthetic", {"prompt_len": {"above_max": "drop"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {"above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {"distribution": "fixed", "above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {**UNIFORM, "above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"prompt_len": {"max": 9, "min": 10, "above_max": "redraw"}}, f"{LEN}.min"),
+    ("synthetic", {"prompt_len": {"mean": 4, "max": 9, "min": 5, "above_max": "redraw"}}, f"{LEN}.mean"),
+    ("synthetic", {"prompt_len": {"mean": 9999, "max": 9, "above_max": "redraw"}}, f"{LEN}.above_max"),
+    ("synthetic", {"output_len": {**EXPONENTIAL, "mean": 9999, "max": 9, "above_max": "redraw"}},
+     "workload.output_len.above_max"),
     ("synthetic", {"output_len": {"mean": float("inf")}}, "workload.output_len.mean"),
     ("synthetic", {"sampling": {"temperature": -1.0}}, "workload.sampling.temperature"),
     ("synthetic", {"sampling": {"stop_token_ids": [3]}}, "workload.sampling.stop_token_ids"),
@@ -492,7 +526,7 @@ def test_token_ids_need_no_tokenizer(write: Any) -> None:
     assert model.num_loads == 0
 
 
-@pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl", "chat", "tree", "mooncake"])
+@pytest.mark.parametrize("name", ["prompts", "synthetic", "jsonl", "chat", "tree", "mooncake", "azure"])
 def test_yaml_holds_every_setting_with_its_default(name: str) -> None:
     def check(values: dict[str, Any], default: Any) -> None:
         assert set(values) == {f.name for f in fields(default)}

@@ -14,6 +14,10 @@ ADVICE: dict[str, str] = {
     Reason.NO_TOKEN_BUDGET: "the token budget of a step was spent; try a higher max_num_batched_tokens",
     Reason.AFTER_PREEMPTION: "KV memory ran out while running; try a lower max_num_seqs or a larger pool",
     Reason.NO_SWAP_SPACE: "host memory for swapping was full; try a larger swap_space_bytes",
+    Reason.PREFILL_INTERVAL: "steps were kept for decodes; try a smaller prefill_interval, or a higher "
+    "max_consecutive_prefills, of the scheduler",
+    Reason.PARTIAL_PREFILLS: "prompts waited for others to be prefilled; try a higher scheduler.max_partial_prefills",
+    Reason.LONG_PREFILL_CAP: "long prompts waited for each other; try a higher scheduler.max_long_prefills",
     Reason.BATCH_FORMING: "static batches were being collected; try scheduler=continuous",
     Reason.BATCH_DRAINING: "requests waited for a static batch to end; try scheduler=continuous",
 }
@@ -23,11 +27,16 @@ NEGLIGIBLE = 0.05
 """A reason that held in a smaller share of steps did not bind."""
 
 
+FOLLOWS_FROM_ANOTHER = (Reason.HEAD_OF_LINE,)
+"""What holds only where the one who stands first has a reason of its own, which is what bound the run."""
+
+
 def bound_line(tables: dict[str, pa.Table]) -> str:
     """The reason that kept requests waiting in most steps, as a sentence."""
     if not len(tables["steps"]):
         return "Bound by: nothing; no request ran."
-    shares = {reason: len(steps) for reason, steps in steps_by_reason(tables["decisions"]).items()}
+    found = steps_by_reason(tables["decisions"])
+    shares = {reason: len(steps) for reason, steps in found.items() if reason not in FOLLOWS_FROM_ANOTHER}
     shares.pop(Reason.HEAD_OF_LINE, None)  # they waited for what the head waited for
     num_steps = max(len(tables["steps"]), 1)
     reason = max(shares, key=lambda name: shares[name], default="")

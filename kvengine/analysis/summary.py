@@ -9,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from kvengine.analysis.bound import steps_by_reason
+from kvengine.analysis.fairness import fairness_gap
+from kvengine.analysis.goodput import by_group, goodput, percentiles
+from kvengine.analysis.waste import TokenRuns, decode_stalls
+from kvengine.core.limits import SloConfig
 from kvengine.core.reasons import Reason
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,7 @@ class PoolFacts:
     max_num_seqs: int
 
 
-def summarize(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
+def summarize(tables: dict[str, pa.Table], pool: PoolFacts, slo: SloConfig | None = None) -> dict[str, Any]:
     """All headline figures as plain numbers; None where nothing was measured.
 
     Times are in ms, durations in s, shares between 0 and 1. Latency percentiles are over sequences (ITL over
@@ -36,21 +38,25 @@ def summarize(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:
     served = requests.filter(pa.array([word != "rejected" for word in status], pa.bool_()))
     output_tokens = _sum(served, "num_output_tokens")
     duration_s = _duration_s(steps, served)
-    arrival = _array(served, "arrival_ns")
-    tpot, itl = _token_gaps_ms(tables["tokens"], steps)
+    runs = TokenRuns(tables)
+    latencies = _latencies(served, runs)
     return {
         "num_requests": len(set(served["request_id"].to_pylist())),
         "num_finished": status.count("finished"),
         "num_unfinished": status.count("unfinished") + status.count("aborted"),
+        "num_refused": status.count("refused"),
         "num_rejected": status.count("rejected"),
         "prompt_tokens": _sum(served, "num_prompt_tokens"),
         "output_tokens": output_tokens,
         "duration_s": duration_s,
         "output_tokens_per_s": output_tokens / duration_s if duration_s else None,
-        "ttft_ms": _percentiles(_gap_ms(served, "first_token_ns", arrival)),
-        "tpot_ms": _percentiles(tpot),
-        "itl_ms": _percentiles(itl),
-        "queue_ms": _percentiles(_gap_ms(served, "admitted_ns", arrival)),
+        **{name: percentiles(values) for name, values in latencies.items()},
+        "itl_ms": percentiles(_token_gaps_ms(tables["tokens"], steps)),
+        **goodput(served, slo or SloConfig(), duration_s, latencies["ttft_ms"], latencies["tpot_ms"]),
+        "by_priority": by_group(served, "priority", **latencies),
+        "by_tenant": by_group(served, "tenant", **latencies),
+        "fairness_gap_tokens": fairness_gap(tables),
+        **_stalls(tables, runs),
         **_memory(tables, pool),
         **_reuse(served, steps, pool),
         **_work(steps, pool),
@@ -67,11 +73,26 @@ def _sum(table: pa.Table, name: str) -> int:
     return int(table[name].to_numpy().sum())
 
 
-def _percentiles(values: np.ndarray) -> dict[str, float] | None:
-    values = values[~np.isnan(values)]
-    if not len(values):
-        return None
-    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+def _latencies(served: pa.Table, runs: TokenRuns) -> dict[str, np.ndarray]:
+    """TTFT, TPOT and queue time (ms) of every row of `served`, NaN where there is none."""
+    arrival = _array(served, "arrival_ns")
+    keys = zip(served["request_id"].to_pylist(), served["choice"].to_pylist(), strict=True)
+    tpot = np.append(runs.tpot_ms(), np.nan)
+    return {
+        "ttft_ms": _gap_ms(served, "first_token_ns", arrival),
+        "tpot_ms": tpot[np.array([runs.numbers.get(key, -1) for key in keys], np.int64)],
+        "queue_ms": _gap_ms(served, "admitted_ns", arrival),
+    }
+
+
+def _stalls(tables: dict[str, pa.Table], runs: TokenRuns) -> dict[str, Any]:
+    """What decodes lost to prefills of others, over sequences of two tokens and more."""
+    stalled, decoded = decode_stalls(tables, runs)
+    whole = float(decoded.sum())
+    return {
+        "decode_stall_ms": percentiles(stalled / 1e6),
+        "decode_stall_share": float(stalled.sum()) / whole if whole else None,
+    }
 
 
 def _gap_ms(table: pa.Table, name: str, since: np.ndarray) -> np.ndarray:
@@ -86,8 +107,8 @@ def _duration_s(steps: pa.Table, served: pa.Table) -> float:
     return int(steps["end_ns"].to_numpy().max() - begin.to_numpy().min()) / 1e9
 
 
-def _token_gaps_ms(tokens: pa.Table, steps: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """TPOT per sequence of two tokens and more, and all gaps between neighbouring tokens, in ms.
+def _token_gaps_ms(tokens: pa.Table, steps: pa.Table) -> np.ndarray:
+    """All gaps between neighbouring tokens of a sequence, in ms.
 
     Tokens of steps that a killed run did not record are left out.
     """
@@ -99,11 +120,7 @@ def _token_gaps_ms(tokens: pa.Table, steps: pa.Table) -> tuple[np.ndarray, np.nd
     owner, first, count = owner[order], first[order], count[order]
     in_run = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     moments, owner = ends[np.repeat(first, count) + in_run], np.repeat(owner, count)
-    same = owner[1:] == owner[:-1]
-    gaps = np.diff(moments)[same] / 1e6
-    num_gaps = np.bincount(owner[1:][same])
-    sums = np.bincount(owner[1:][same], weights=gaps)
-    return sums[num_gaps > 0] / num_gaps[num_gaps > 0], gaps
+    return np.diff(moments)[owner[1:] == owner[:-1]] / 1e6
 
 
 def _sequence_numbers(tokens: pa.Table) -> np.ndarray:
@@ -183,8 +200,10 @@ def _reuse(served: pa.Table, steps: pa.Table, pool: PoolFacts) -> dict[str, Any]
 
 
 def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
-    """Counts of steps, preemptions and waste."""
+    """Counts of steps, preemptions and waste; shares of tokens are of all computed, with idle rows and padding."""
     rows, idle = _sum(steps, "num_rows"), _sum(steps, "num_idle_rows")
+    computed = idle + sum(_sum(steps, f"num_{kind}_tokens") for kind in ("prefill", "decode", "padding"))
+    again, padding = _sum(steps, "num_recomputed_tokens"), _sum(steps, "num_padding_tokens")
     occupancy = None
     if len(steps):
         occupancy = float(np.average(_array(steps, "num_rows") / pool.max_num_seqs, weights=_weights(steps)))
@@ -192,7 +211,10 @@ def _work(steps: pa.Table, pool: PoolFacts) -> dict[str, Any]:
         "slot_occupancy": occupancy,
         "num_steps": len(steps),
         "num_preemptions": _sum(steps, "num_preempted"),
-        "recomputed_tokens": _sum(steps, "num_recomputed_tokens"),
-        "padding_tokens": _sum(steps, "num_padding_tokens"),
+        "recomputed_tokens": again,
+        "recompute_share": again / computed if computed else None,
+        "padding_tokens": padding,
+        "padding_share": padding / computed if computed else None,
+        "row_steps": rows + idle,
         "idle_row_share": idle / (rows + idle) if rows + idle else None,
     }

@@ -18,11 +18,11 @@ WIDTH_OF_FILES = 140
 POOL_PARTS = ("held", "reserved", "internal", "external")
 """What each slot of the KV pool is in a step; kvengine.analysis.summary explains them."""
 
-NARROW = 116
-"""Below so many columns a sweep is printed as paragraphs."""
+MAX_GROUPS = 8
+"""So many priorities or tenants have a line of their own: those with the most sequences."""
 
-FIGURES_WIDTH = 86
-"""Columns that the figures of a sweep's row take."""
+LEAST_FOR_NAMES = 24
+"""Below so many columns for the names of variants a sweep is printed as paragraphs."""
 
 
 def stdout() -> Console:
@@ -56,33 +56,42 @@ def print_sweep(console: Console, runs: list[tuple[list[str], dict[str, Any] | N
     for words, summary, status in runs:
         name = [word for word in words if word not in common] or ["(no overrides)"]
         ended = [] if status == "complete" else [status]
-        if summary and summary["num_rejected"]:
-            ended.append(f"({summary['num_rejected']:,} refused)")
+        refused = summary["num_rejected"] + summary["num_refused"] if summary else 0
+        if refused:
+            ended.append(f"({refused:,} refused)")
         cells = [_SWEEP_COLUMNS[label](summary) if summary else "-" for label in labels]
         rows.append(("\n".join(name + ended), cells))
-    if console.width < NARROW:
+    taken = sum(3 + _width([label, *(cells[i] for _, cells in rows)]) for i, label in enumerate(labels))
+    longest, room = _width([name for name, _ in rows]), console.width - taken - len("│  │")
+    if room < min(longest, LEAST_FOR_NAMES):
         for name, cells in rows:
             pairs = zip(labels, cells, strict=True)
             lines = [_one_line(name), *(f"  {_one_line(label)}: {cell}" for label, cell in pairs)]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         return
     table = Table()
-    longest = max((len(word) for name, _ in rows for word in name.split("\n")), default=0)
-    table.add_column("variant", overflow="fold", min_width=min(longest, console.width - FIGURES_WIDTH))
+    table.add_column("variant", overflow="fold", min_width=min(longest, room))
     for label in labels:
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", no_wrap=True)
     for name, cells in rows:
         table.add_row(name, *cells)
     console.print(table)
 
 
+def _width(texts: list[str]) -> int:
+    """Columns that the longest of their lines takes."""
+    return max((len(line) for text in texts for line in text.split("\n")), default=0)
+
+
 def _one_line(text: str) -> str:
-    return text.replace("\n", " ")
+    return text.replace("-\n", "").replace("\n", " ")
 
 
 def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
     requests = f"{s['num_finished']} finished"
-    requests += "".join(f", {s[f'num_{k}']} {k}" for k in ("rejected", "unfinished") if s[f"num_{k}"])
+    requests += "".join(
+        f", {s[f'num_{k}']} {k}" for k in ("refused", "rejected", "unfinished") if s[f"num_{k}"]
+    )
     lines = [
         ("sequences", requests),
         ("prompt tokens", f"{s['prompt_tokens']:,}"),
@@ -98,8 +107,14 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("KV pool", _pool_parts(s)),
         ("seats taken", _number(s["slot_occupancy"], "{:.1%} of max_num_seqs")),
         ("steps", f"{s['num_steps']:,}"),
-        ("preemptions", f"{s['num_preemptions']:,} ({s['recomputed_tokens']:,} tokens recomputed)"),
+        ("preemptions", _preemptions(s)),
     ]
+    return lines + _memory_lines(s) + _waste_lines(s) + _service_lines(s)
+
+
+def _memory_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was found in memory, shared, copied and moved."""
+    lines = []
     if s["reused_tokens"]:
         lines.append(
             ("reused tokens", f"{s['reused_tokens']:,} ({s['reused_token_share']:.1%} of prompt tokens)")
@@ -115,13 +130,56 @@ def _lines(s: dict[str, Any]) -> list[tuple[str, str]]:
     if s["swapped_bytes"]:
         moved = f"{s['swapped_out_blocks']:,} blocks out, {s['swapped_in_blocks']:,} in"
         lines.append(("swapped", f"{moved}, {_bytes(s['swapped_bytes'])}"))
+    return lines
+
+
+def _waste_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was computed or waited for to no use."""
+    lines = []
+    if s["decode_stall_share"]:
+        stalls = f"{_latency(s['decode_stall_ms'])}  ({s['decode_stall_share']:.1%} of decode time)"
+        lines.append(("stalled by prefills", stalls))
     if s["idle_row_share"]:
         lines.append(("finished rows", f"{s['idle_row_share']:.1%} of row-steps computed for nothing"))
     if s["padding_tokens"]:
-        lines.append(("padding tokens", f"{s['padding_tokens']:,}"))
+        lines.append(
+            ("padding tokens", f"{s['padding_tokens']:,} ({s['padding_share']:.1%} of all computed)")
+        )
     if s["fragmented_steps"]:
         lines.append(("refused though enough was free", f"{s['fragmented_steps']:,} steps (fragmentation)"))
     return lines
+
+
+def _service_lines(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """How well requests were served within their limits, and how the groups of them compare."""
+    lines = []
+    if s["slo_attainment"] is not None:
+        rate = _number(s["goodput_per_s"], "{:,.2f} requests/s")
+        lines.append(("goodput", f"{rate} within the limits of slo ({s['slo_attainment']:.1%})"))
+    if s["fairness_gap_tokens"] is not None:
+        lines.append(
+            ("fairness gap", f"{s['fairness_gap_tokens']:,} tokens of service between two waiting tenants")
+        )
+    for kind in ("priority", "tenant"):
+        groups = s[f"by_{kind}"] or {}
+        largest = sorted(groups, key=lambda name: -groups[name]["num_sequences"])[:MAX_GROUPS]
+        for name in groups:
+            if name in largest:
+                lines.append((f"{kind} {name}", _group(groups[name])))
+        if len(groups) > MAX_GROUPS:
+            lines.append((f"{kind} ...", f"{len(groups) - MAX_GROUPS:,} more are in run.json"))
+    return lines
+
+
+def _group(group: dict[str, Any]) -> str:
+    """Sequences and latencies of a priority or a tenant."""
+    said = [f"{name} {_pair(group[f'{name.lower()}_ms'])}" for name in ("TTFT", "TPOT")]
+    return f"{group['num_sequences']:,} sequences  {'  '.join(said)} ms (p50 / p99)"
+
+
+def _preemptions(s: dict[str, Any]) -> str:
+    share = f", {s['recompute_share']:.1%} of all computed" if s["recomputed_tokens"] else ""
+    return f"{s['num_preemptions']:,} ({s['recomputed_tokens']:,} tokens recomputed{share})"
 
 
 def _pool_parts(s: dict[str, Any]) -> str:
@@ -175,18 +233,27 @@ _SWEEP_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "% of the KV pool\nheld/res/int/ext": lambda s: _parts(s),
     "reused\n/shared": lambda s: f"{_percent(s['reused_token_share'])}/{_percent(s['kv_shared_share'])}%",
     "finished\nrows": lambda s: _number(s["idle_row_share"], "{:.1%}"),
+    "stall ms\np50/p99": lambda s: _pair(s["decode_stall_ms"]),
+    "good-\nput/s": lambda s: _number(s["goodput_per_s"], "{:,.2f}"),
+    "fair-\nness": lambda s: _number(s["fairness_gap_tokens"], "{:,}"),
     "steps": lambda s: f"{s['num_steps']:,}",
     "frag-\nmented": lambda s: f"{s['fragmented_steps']:,}",
-    "pre-\nempted": lambda s: f"{s['num_preemptions']:,}",
+    "pre-\nempted": lambda s: _preempted(s),
 }
 
 _ONLY_WHERE_SEEN = {
+    "stall ms\np50/p99": ("decode_stall_share",),
+    "good-\nput/s": ("slo_attainment",),
+    "fair-\nness": ("fairness_gap_tokens",),
     "reused\n/shared": ("reused_token_share", "kv_shared_share"),
     "finished\nrows": ("idle_row_share",),
     "frag-\nmented": ("fragmented_steps",),
     "pre-\nempted": ("num_preemptions",),
 }
 """Columns that appear only if one of these figures is not 0 in some variant."""
+
+_WHERE_SET = ("slo_attainment",)
+"""Figures of which a 0 says something: they are none where nobody asked."""
 
 
 def _columns(runs: list[tuple[list[str], dict[str, Any] | None, str]]) -> list[str]:
@@ -196,8 +263,12 @@ def _columns(runs: list[tuple[list[str], dict[str, Any] | None, str]]) -> list[s
         label
         for label in _SWEEP_COLUMNS
         if label not in _ONLY_WHERE_SEEN
-        or any(s[name] for s in summaries for name in _ONLY_WHERE_SEEN[label])
+        or any(_says_something(s, name) for s in summaries for name in _ONLY_WHERE_SEEN[label])
     ]
+
+
+def _says_something(s: dict[str, Any], name: str) -> bool:
+    return s[name] is not None if name in _WHERE_SET else bool(s[name])
 
 
 def _percent(share: float | None) -> str:
@@ -209,6 +280,12 @@ def _parts(s: dict[str, Any]) -> str:
     if s["kv_held_of_pool"] is None:
         return "-"
     return "/".join(f"{part:.0f}" for part in _percents(s, 0))
+
+
+def _preempted(s: dict[str, Any]) -> str:
+    """How often, and the share of tokens that were computed again for it."""
+    again = f" ({_percent(s['recompute_share'])}%)" if s["recomputed_tokens"] else ""
+    return f"{s['num_preemptions']:,}{again}"
 
 
 def _pair(percentiles: dict[str, float] | None) -> str:

@@ -97,6 +97,24 @@ class DebugConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SloConfig:
+    """The `slo` group: latencies (ms) within which a request counts as well served; None: not judged by it."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"slo.{name}", value, "must be a positive number of milliseconds")
+
+    @property
+    def is_set(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
     """Limits that the scheduling context enforces, whatever a policy asks for."""
 

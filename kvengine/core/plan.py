@@ -47,6 +47,8 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
     """Waiting sequences that an admission policy refused for good."""
+    deferred: list[Sequence] = field(default_factory=list)
+    """Waiting sequences before which an admission policy lets all others go from now on."""
     decisions: list[Decision] = field(default_factory=list)
     recomputed_tokens: int = 0
     unwritten: list[tuple[Sequence, int, int]] = field(default_factory=list)
@@ -66,6 +68,7 @@ class StepPlan:
             self.rows
             or self.preempted
             or self.refused
+            or self.deferred
             or self.idle_rows
             or self.swap_outs
             or self.swap_ins

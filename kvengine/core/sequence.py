@@ -19,10 +19,6 @@ class SequenceState(Enum):
     FINISHED = auto()
 
 
-WAITING_STATES = (SequenceState.WAITING, SequenceState.PREEMPTED, SequenceState.SWAPPED)
-"""The states of who stands in the queue."""
-
-
 class BlockTable:
     """The blocks of one sequence in token order: token i lies in `blocks[i // block_size]`."""
 

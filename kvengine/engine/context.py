@@ -9,7 +9,7 @@ from kvengine.core.errors import PolicyError
 from kvengine.core.limits import EngineLimits
 from kvengine.core.plan import ScheduledRow, StepPlan
 from kvengine.core.reasons import FinishReason, Reason, Refusal
-from kvengine.core.sequence import WAITING_STATES, Sequence, SequenceState
+from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.engine.forks import Forks
 from kvengine.engine.memory import Memory
 from kvengine.engine.policy_set import PolicySet
@@ -65,7 +65,7 @@ class SchedulingContext(EngineView):
 
     def enqueue(self, seq: Sequence) -> None:
         """Let `seq` wait from the next plan on."""
-        self._inbox.append(lambda: self.line.push(seq, self.now))
+        self._inbox.append(lambda: self.line.push(seq))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` go on from the computed tokens of `parent`, or wait if that does not run or seats are short."""
@@ -81,22 +81,23 @@ class SchedulingContext(EngineView):
         self.token_budget_left = self.limits.max_num_batched_tokens
         self._plan = plan = StepPlan(step=self._next_step, now_ns=now)
         self._looked_at, self._closed = None, False
-        for part in (self.memory, self._preemptor, self.refusals, self._forks):
+        for part in (self.memory, self.line, self._preemptor, self.refusals, self._forks):
             part.begin_plan(plan)
         inbox, self._inbox = self._inbox, []
         try:
             for message in inbox:
                 message()
-            self.line.check(plan.step)
+            self.line.check()
+            self.line.refill()
             self.scheduler.schedule(self)
+            self._looked_at = None
+            self.line.check()
+            self.refusals.explain_the_rest(self.token_budget_left, self.num_free_seats)
+            self.memory.finish_plan()
         except PolicyError:
             raise
         except Exception as error:
             raise self.blame(error, "scheduler") or error from error
-        self._looked_at = None
-        self.line.check(plan.step)
-        self.refusals.explain_the_rest(self.token_budget_left, self.num_free_seats)
-        self.memory.finish_plan()
         if not plan.is_idle:
             self._next_step += 1
         return plan
@@ -193,7 +194,8 @@ class SchedulingContext(EngineView):
         self.token_budget_left = left
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        if seq.state not in WAITING_STATES:
+        if seq not in self.line:
+            self.line.check_named(seq)
             raise self._broken(f"admitted {seq}, which does not wait")
         self._looked_at = seq
         start = self.memory.num_computed(seq)
@@ -225,6 +227,7 @@ class SchedulingContext(EngineView):
 
     def refuse(self, seq: Sequence, reason: Reason, detail: str = "") -> None:
         if not self.line.queued(seq):
+            self.line.check_named(seq)
             raise self._broken(f"refused {seq}, which does not wait")
         self.refusals.add(seq, Refusal(reason, detail))
 
@@ -269,7 +272,7 @@ class SchedulingContext(EngineView):
             return Refusal(Reason.MAX_NUM_SEQS)
         if count < (1 if self.scheduler.chunks else uncomputed):
             return Refusal(Reason.NO_TOKEN_BUDGET, f"{uncomputed} needed, {count} allowed")
-        return self.policies.admission.refuses(seq, self)
+        return self.refusals.of_admission(seq, self)
 
     def _add_row(self, seq: Sequence, count: int) -> None:
         """Schedule `count` more tokens of `seq`, in the row it has in this plan if it has one."""
@@ -290,7 +293,7 @@ class SchedulingContext(EngineView):
         self._looked_at = seq
         while (refusal := self.memory.grow(seq, end)) is not None:
             if not self._preemptor.preempts:
-                self._record(Decision(Action.REFUSE, seq, refusal.reason, refusal.detail))
+                self.refusals.add_growth(seq, refusal)
                 return False
             victim = self._preemptor.victim_for(seq)
             if victim is not None:
@@ -320,8 +323,7 @@ class SchedulingContext(EngineView):
             self.aborted.append(seq)
         if seq.state is SequenceState.FINISHED:
             return
-        free = self.num_free_blocks
-        freed = 0
+        free, freed = self.num_free_blocks, 0
         if seq.state is SequenceState.RUNNING:
             self.seats.leave(seq)
             freed = self.memory.free(seq)

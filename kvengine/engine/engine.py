@@ -116,12 +116,10 @@ class Engine:
         running = ", ".join(map(repr, list(context.running)[:3])) or "nobody"
         waiting = next(iter(context.line), None)
         head = f", first {waiting}" if waiting is not None else ""
-        last = context.refusals.last_words
-        why = f"; refused last: {last} (admission={context.policies.name('admission')})" if last else ""
+        why = context.refusals.stall(anybody_runs=context.num_running > 0)
         return EngineStalledError(
-            f"no progress: scheduler={context.policies.name('scheduler')} schedules nothing and names no time to be "
-            f"asked again; {len(context.line)} wait{head}, running: {running}, "
-            f"{context.num_free_blocks} of {context.allocator.num_blocks} blocks free{why}"
+            f"no progress, {why}; {len(context.line)} wait{head}, running: {running}, "
+            f"{context.num_free_blocks} of {context.allocator.num_blocks} blocks free"
         )
 
     def close(self) -> None:
@@ -151,7 +149,7 @@ class Engine:
     def _execute(self, plan: StepPlan) -> StepResult:
         """The executor's result, checked: one list per row, an id for each sequence of a row that samples."""
         if not (plan.num_tokens or plan.swap_outs or plan.swap_ins or plan.copies):
-            self._num_empty_steps += 1
+            self._num_empty_steps += not (plan.refused or plan.deferred)  # which happens to each but once
             if self._num_empty_steps > MAX_EMPTY_STEPS:
                 raise self.stalled()
             return StepResult([], 0)

@@ -29,7 +29,7 @@ class Forks:
         if parent.state is SequenceState.RUNNING and self._seats.wanted(child) <= self._seats.num_free:
             self._start(parent, child)
         else:
-            self._line.push(child, self._plan.now_ns)
+            self._line.push(child)
 
     def choices(self, leader: Sequence, forks: tuple[Sequence, ...]) -> list[Sequence]:
         """The prompt of `leader` is computed: `forks` take the seats kept for them; the siblings without one."""

@@ -17,8 +17,8 @@ class Intake:
 
     A request of P prompt tokens and M new ones needs P + M - 1 slots, since the last new token is never fed
     back. Each of its n sequences must fit an empty pool alone: they are scheduled singly; where nobody is ever
-    preempted (`choices_must_fit_together`), all of them at once. `refuses_for_good` is the allocator's word on
-    that, asked for each of them.
+    preempted (`choices_must_fit_together`), all of them at once, in whole blocks of `block_size`. `refuses_for_good`
+    is the allocator's word on that, asked for each of them.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Intake:
         seed: int | None,
         refuses_for_good: Callable[[Sequence], str | None] | None = None,
         choices_must_fit_together: bool = False,
+        block_size: int = 1,
     ) -> None:
         self._limits = limits
         self._capacity = capacity
@@ -39,6 +40,7 @@ class Intake:
         self._seed = secrets.randbits(64) if seed is None else seed
         self._refuses_for_good = refuses_for_good
         self._together = choices_must_fit_together
+        self._block_size = block_size
         self._num_requests = 0
         self._num_sequences = 0
 
@@ -119,11 +121,12 @@ class Intake:
             )
         total = min(longest, self._capacity + 1) if new is None else prompt + new
         n = request.sampling.n
-        if self._together and n * (total - 1) > self._capacity:
+        slots = n * -(-(total - 1) // self._block_size) * self._block_size
+        if self._together and n > 1 and slots > self._capacity:
             raise RequestError(
                 request.id,
-                f"NEVER_FITS: n={n} choices of up to {total} tokens need {n * (total - 1)} slots if none is ever "
-                f"preempted, the whole KV pool has {self._capacity}",
+                f"NEVER_FITS: n={n} choices of up to {total} tokens need {slots} slots if none is ever preempted, "
+                f"the whole KV pool has {self._capacity}",
             )
         return total
 

@@ -36,8 +36,9 @@ class Memory:
         self._swap_outs: list[tuple[int, int]] = []
         self._resumed: dict[Sequence, _Resumed] = {}
         """Who comes back from the host in this plan."""
-        self._entered: set[Sequence] = set()
-        """Who was waiting when this plan began."""
+        self._only_cached: set[Sequence] = set()
+        """Who entered in this plan with what it found cached. Swap-ins may have yet to fill its blocks, and they
+        come after all swap-outs: what is swapped out here is what the blocks hold now."""
         self._operations = MemoryOperations()
 
     @property
@@ -47,7 +48,7 @@ class Memory:
 
     def begin_plan(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._entered.clear()
+        self._only_cached.clear()
 
     def finish_plan(self) -> None:
         """Put all copies that were asked for into the plan."""
@@ -87,7 +88,8 @@ class Memory:
         if table.host_blocks:
             self._resumed[seq] = _Resumed(table.host_blocks, seq.num_computed_tokens, cached)
             table.host_blocks = []
-        self._entered.add(seq)
+        elif start:
+            self._only_cached.add(seq)
         seq.num_computed_tokens = start
         self.num_tokens += start
         table.since = self._plan.step
@@ -105,7 +107,11 @@ class Memory:
         return refusal
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` start from the computed tokens of `parent`, in the same blocks."""
+        """Let `child` start from the computed tokens of `parent`, in the same blocks.
+
+        Not while anything is planned for `parent`: what has yet to be copied, moved or written is not shared.
+        """
+        assert not parent.num_scheduled_tokens, f"{parent} is forked after it was scheduled"
         self.allocator.fork(parent, child)
         child.num_computed_tokens = child.num_cached_tokens = parent.num_computed_tokens
         child.num_computed_peak = parent.num_computed_tokens
@@ -124,7 +130,7 @@ class Memory:
         What a sequence only found cached in this plan is not moved: it stays cached, and nothing is lost.
         """
         refusal = None
-        if swap and seq.num_computed_tokens and (seq not in self._entered or seq in self._resumed):
+        if swap and seq.num_computed_tokens and seq not in self._only_cached:
             refusal = self.swap_out(seq)
             if refusal is None:
                 return True, None
@@ -133,7 +139,11 @@ class Memory:
         return False, refusal
 
     def swap_out(self, seq: Sequence) -> Refusal | None:
-        """Move the KV of `seq` to the host and free its device blocks; where it does not fit, do nothing."""
+        """Move the KV of `seq` to the host and free its device blocks; where it does not fit, do nothing.
+
+        Not for what only found its KV cached in this plan: `give_way` frees it instead.
+        """
+        assert seq not in self._only_cached, f"{seq} would be swapped out before its KV has arrived"
         table = seq.block_table
         self.allocator.cancel_operations(seq)
         if seq in self._resumed:  # its KV is still on the host

@@ -44,7 +44,9 @@ class Preemptor:
         """Preempt sequences of lower static priority until the seats for `seq` are free; tokens given back."""
         given_back = 0
         while self._seats.wanted(seq) > self._seats.num_free:
-            victim = self._choose(self._seats.outranked_by(seq), seq)
+            outranked = self._seats.outranked_by(seq)
+            lowest = max(other.priority for other in outranked)  # else one arrival might move more than one
+            victim = self._choose([other for other in outranked if other.priority == lowest], seq)
             given_back += self.preempt(victim, seq, Reason.PREEMPTED_FOR, "victim")
         return given_back
 
@@ -65,7 +67,7 @@ class Preemptor:
         victim.num_preemptions += 1
         victim.state = SequenceState.SWAPPED if swapped else SequenceState.PREEMPTED
         self._seats.leave(victim)
-        self._line.push(victim, plan.now_ns)
+        self._line.push(victim)
         plan.preempted.append(victim)
         after = allocator.num_free_blocks
         plan.decisions.append(
@@ -77,7 +79,7 @@ class Preemptor:
         return scheduled
 
     def _choose(self, candidates: list[Sequence], needy: Sequence) -> Sequence:
-        victim = self._policies.victim.choose(candidates, needy)
+        victim = self._policies.victim.choose(list(candidates), needy)
         if victim not in candidates:
             problem = f"chose {victim}, which is not a candidate"
             raise self._policies.broken("victim", self._plan.step, problem, needy)

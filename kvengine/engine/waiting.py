@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from kvengine.core.errors import PolicyError
+from kvengine.core.plan import StepPlan
 from kvengine.core.sequence import Sequence
 from kvengine.engine.policy_set import PolicySet
 
@@ -17,6 +19,10 @@ class WaitingLine:
         self._policies = policies
         self._members: dict[Sequence, None] = {}
         self._deferred: deque[Sequence] = deque()
+        self._plan = StepPlan(step=0, now_ns=0)
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        self._plan = plan
 
     def __len__(self) -> int:
         return len(self._members) + len(self._deferred)
@@ -38,11 +44,11 @@ class WaitingLine:
         """Whether `seq` is one of them."""
         return seq in self._members
 
-    def push(self, seq: Sequence, now: int) -> None:
-        """`seq` waits from `now` (ns) on."""
+    def push(self, seq: Sequence) -> None:
+        """`seq` waits from now on."""
         self._members[seq] = None
         self.queue.push(seq)
-        self._policies.scheduler.waits(seq, now)
+        self._policies.scheduler.waits(seq, self._plan.now_ns)
 
     def remove(self, seq: Sequence) -> None:
         """`seq` waits no more."""
@@ -58,16 +64,32 @@ class WaitingLine:
         seq.deferred = True
         self._deferred.append(seq)
 
-    def head(self, now: int) -> Sequence | None:
-        """The first in order; when the queue is empty the one that was deferred first joins it."""
-        if not self._members:
-            if not self._deferred:
-                return None
-            self.push(self._deferred.popleft(), now)
-        return self.queue.peek()
+    def refill(self) -> None:
+        """When nobody else waits, the one that was deferred first joins the queue."""
+        if self._deferred and not self._members:
+            self.push(self._deferred.popleft())
 
-    def check(self, step: int) -> None:
+    def head(self) -> Sequence | None:
+        """The first in order; PolicyError when the queue names one that was not pushed, or was removed."""
+        self.refill()
+        if not self._members:
+            return None
+        head = self.queue.peek()
+        if head not in self._members:
+            raise self._broken(f"answers with {head!r}, which does not wait in it")
+        return head
+
+    def check(self) -> None:
         """PolicyError when the queue does not hold as many as were pushed and not removed."""
         held, wait = len(self.queue), len(self._members)
         if held != wait:
-            raise self._policies.broken("queue", step, f"holds {held} sequences, and {wait} wait")
+            raise self._broken(f"holds {held} sequences, and {wait} wait")
+
+    def check_named(self, seq: Sequence) -> None:
+        """PolicyError when `seq`, which does not wait, is in the queue all the same."""
+        named = [*self.queue, self.queue.peek()] if len(self.queue) else [*self.queue]
+        if not self.queued(seq) and any(other is seq for other in named):
+            raise self._broken(f"answers with {seq!r}, which does not wait in it")
+
+    def _broken(self, what: str) -> PolicyError:
+        return self._policies.broken("queue", self._plan.step, what)

@@ -226,6 +226,8 @@ class Preemption(Protocol):
 
     preempts: bool = True
     """Whether anybody is ever preempted; if not, who cannot grow waits for others to end."""
+    swaps: bool = True
+    """Whether `mechanism` may answer SWAP, so that it uses the host pool."""
 
     def mechanism(self, victim: Sequence) -> Mechanism: ...
 

@@ -14,27 +14,60 @@ from kvengine.core.decision import Action
 Key = tuple[str, int]
 """Request id and choice."""
 
+LEAVES = (Action.PREEMPT, Action.SWAP_OUT)
+ENTERS = (Action.ADMIT, Action.RESUME, Action.FORK)
+
+
+class Preemption(NamedTuple):
+    """Who had to leave for whom: as kvengine.core.decision explains the numbers."""
+
+    step: int
+    swapped: bool
+    reason: str
+    beneficiary: str
+    policy: str
+    """The victim policy that chose it, or the scheduler."""
+    num_blocks_freed: int
+    num_tokens_lost: int
+    """To be computed again, or, if it was swapped out, moved to the host."""
+    num_moved_blocks: int
+    num_free_before: int
+    num_free_after: int
+
 
 @dataclass(slots=True)
 class Life:
-    """`phases` are (name, start_ns, end_ns) in order, without gaps; `steps` are [first, last] step numbers.
+    """`phases` are (name, start_ns, end_ns) in order, without gaps, and `preemptions` belong to those called
+    preempted, in order.
 
-    Of a prefill in several chunks, the tables hold the first and the last step; of those between, `steps` has
-    the ones that computed prefill tokens, which is exact while one prefill at a time is unfinished (as under
-    every built-in scheduler).
+    `tokens` are [first, last] numbers of consecutive steps that gave it a token each, and `prefills` those that
+    computed tokens which it knew, with their number; one step may be the end of a prefill and give a token.
     """
 
     request: dict[str, Any]
     phases: list[tuple[str, int, int]] = field(default_factory=list)
-    steps: list[tuple[int, int]] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    prefills: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """[first, last] numbers of the steps that it was in, in order and without overlaps."""
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted([*self.tokens, *((first, last) for first, last, _ in self.prefills)]):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        return merged
 
 
 class _Event(NamedTuple):
-    """A sequence entered (`enters`) or was preempted, in the plan of `step` at `time_ns`."""
+    """A sequence entered, or was preempted, in the plan of `step` at `time_ns`."""
 
-    enters: bool
     time_ns: int
     step: int
+    preemption: Preemption | None
 
 
 class _Steps:
@@ -42,15 +75,14 @@ class _Steps:
 
     def __init__(self, steps: pa.Table) -> None:
         self._ends = steps["end_ns"].to_numpy()
-        self._prefills = steps["num_prefill_tokens"].to_numpy() > 0
 
     @property
     def last_end_ns(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def knows(self, step: int) -> bool:
-        """Whether the table holds `step`: that of a killed run may lack the last ones."""
-        return step < len(self._ends)
+    def known(self, runs: list[tuple[int, ...]]) -> list[Any]:
+        """Those runs that begin in a step of the table: that of a killed run may lack the last ones."""
+        return [run for run in runs if run[0] < len(self._ends)]
 
     def end_ns(self, step: int) -> int:
         return int(self._ends[step])
@@ -59,23 +91,20 @@ class _Steps:
         """The first step that ended after `time_ns`, or the number that one would have."""
         return int(np.searchsorted(self._ends, time_ns, side="right"))
 
-    def of_prefill(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """The steps from `first` until before `stop` that a prefill which entered in `first` was in."""
-        if first >= stop:  # preempted by the plan that admitted it
-            return []
-        between = np.flatnonzero(self._prefills[first + 1 : stop]) + first + 1
-        return [(step, step) for step in (first, *between.tolist())]
-
 
 def lives(tables: dict[str, pa.Table]) -> dict[Key, Life]:
-    """Every sequence that was not rejected, from the tables `requests`, `tokens`, `decisions` and `steps`."""
+    """Every sequence that was not rejected, from the tables `requests`, `tokens`, `prefills`, `decisions` and
+    `steps`."""
     steps = _Steps(tables["steps"])
-    events, runs = _events(tables["decisions"]), _token_runs(tables["tokens"])
+    events = _events(tables["decisions"])
+    tokens, prefills = _runs(tables["tokens"]), _runs(tables["prefills"], "num_tokens")
     found = {}
     for row in tables["requests"].to_pylist():
         if row["status"] != "rejected":
             key = (row["request_id"], row["choice"])
-            found[key] = _life(row, events[key], [run for run in runs[key] if steps.knows(run[0])], steps)
+            life = Life(row, tokens=steps.known(tokens[key]), prefills=steps.known(prefills[key]))
+            _add_phases(life, events[key], steps)
+            found[key] = life
     return found
 
 
@@ -83,54 +112,60 @@ def _events(decisions: pa.Table) -> dict[Key, list[_Event]]:
     """Every admission, resumption and preemption, by sequence and in order: who leaves in the plan that let it
     in left after it."""
     events: dict[Key, list[_Event]] = defaultdict(list)
-    names = ("request_id", "choice", "action", "time_ns", "first_step")
-    for request_id, choice, action, time_ns, step in zip(
-        *(decisions[name].to_pylist() for name in names), strict=True
-    ):
-        if action in (Action.ADMIT, Action.RESUME, Action.FORK, Action.PREEMPT, Action.SWAP_OUT):
-            runs = action not in (Action.PREEMPT, Action.SWAP_OUT)
-            events[request_id, choice].append(_Event(runs, time_ns, step))
+    for row in actions(decisions, *ENTERS, *LEAVES):
+        preemption = None if row["action"] in ENTERS else _preemption(row)
+        event = _Event(row["time_ns"], row["first_step"], preemption)
+        events[row["request_id"], row["choice"]].append(event)
     for of_sequence in events.values():
-        of_sequence.sort(key=lambda event: (event.step, not event.enters))
+        of_sequence.sort(key=lambda event: (event.step, event.preemption is not None))
     return events
 
 
-def _token_runs(tokens: pa.Table) -> dict[Key, list[tuple[int, int]]]:
-    """[first, last] step of every run of tokens, by sequence."""
-    runs: dict[Key, list[tuple[int, int]]] = defaultdict(list)
-    names = ("request_id", "choice", "first_step", "num_steps")
-    for request_id, choice, first, count in zip(*(tokens[name].to_pylist() for name in names), strict=True):
-        runs[request_id, choice].append((first, first + count - 1))
+def actions(decisions: pa.Table, *wanted: Action) -> list[dict[str, Any]]:
+    """The rows of these actions."""
+    words = decisions["action"].cast(pa.string()).to_pylist()
+    return decisions.take(
+        pa.array([i for i, word in enumerate(words) if word in wanted], pa.int64())
+    ).to_pylist()
+
+
+def _preemption(row: dict[str, Any]) -> Preemption:
+    return Preemption(
+        row["first_step"], row["action"] == Action.SWAP_OUT, row["reason"], row["detail"], row["policy"],
+        row["num_blocks"], row["num_tokens"], row["num_moved_blocks"], row["num_free_before"], row["num_free_after"],
+    )  # fmt: skip
+
+
+def _runs(table: pa.Table, *more: str) -> dict[Key, list[tuple[int, ...]]]:
+    """[first, last] step of every run, and the columns `more`, by sequence."""
+    runs: dict[Key, list[tuple[int, ...]]] = defaultdict(list)
+    names = ("request_id", "choice", "first_step", "num_steps", *more)
+    rows = zip(*(table[name].to_pylist() for name in names), strict=True)
+    for request_id, choice, first, count, *rest in rows:
+        runs[request_id, choice].append((first, first + count - 1, *rest))
     return runs
 
 
-def _life(row: dict[str, Any], events: list[_Event], runs: list[tuple[int, int]], steps: _Steps) -> Life:
-    life = Life(row)
-    begin_ns, over_ns = row["arrival_ns"], row["finished_ns"]
+def _add_phases(life: Life, events: list[_Event], steps: _Steps) -> None:
+    begin_ns, over_ns = life.request["arrival_ns"], life.request["finished_ns"]
     if over_ns is None:
         over_ns = max(begin_ns, steps.last_end_ns, *(event.time_ns for event in events))
     life.phases.append(("queued", begin_ns, events[0].time_ns if events else over_ns))
-    over = _Event(False, over_ns, steps.number_after(over_ns))
+    over = _Event(over_ns, steps.number_after(over_ns), None)
     for event, until in zip(events, [*events[1:], over], strict=False):
-        if event.enters:
-            inside = [run for run in runs if event.step <= run[0] < until.step]
-            _add_running(life, event, until, inside, steps)
+        if event.preemption is None:
+            first_tokens = [first for first, _ in life.tokens if event.step <= first < until.step]
+            _add_running(life, event, until, [steps.end_ns(step) for step in first_tokens[:1]])
         else:
             life.phases.append(("preempted", event.time_ns, until.time_ns))
-    return life
+            life.preemptions.append(event.preemption)
 
 
-def _add_running(
-    life: Life, event: _Event, until: _Event, inside: list[tuple[int, int]], steps: _Steps
-) -> None:
-    """Add what lies between entering and `until`: a prefill, and a decode if it gave the tokens `inside`."""
-    if not inside:
+def _add_running(life: Life, event: _Event, until: _Event, first_token_ns: list[int]) -> None:
+    """Add what lies between entering and `until`: a prefill, and a decode if there was a token meanwhile."""
+    if not first_token_ns:
         life.phases.append(("prefill", event.time_ns, until.time_ns))
-        life.steps += steps.of_prefill(event.step, until.step)
         return
-    first = inside[0][0]
-    first_token_ns = steps.end_ns(first)
-    life.phases.append(("prefill", event.time_ns, first_token_ns))
-    if until.time_ns > first_token_ns:
-        life.phases.append(("decode", first_token_ns, until.time_ns))
-    life.steps += [*steps.of_prefill(event.step, first), *inside]
+    life.phases.append(("prefill", event.time_ns, first_token_ns[0]))
+    if until.time_ns > first_token_ns[0]:
+        life.phases.append(("decode", first_token_ns[0], until.time_ns))

@@ -10,7 +10,7 @@ import pyarrow as pa
 from kvengine.core.decision import Action, Decision
 from kvengine.core.errors import RequestError
 from kvengine.core.plan import StepPlan, StepResult
-from kvengine.core.reasons import FinishReason
+from kvengine.core.reasons import FinishReason, Reason
 from kvengine.core.request import Request
 from kvengine.core.sequence import Sequence
 from kvengine.engine.recording import PoolState
@@ -20,6 +20,12 @@ ROWS_PER_PART = 4096
 
 FLUSH_INTERVAL_NS = 5_000_000_000
 """What a killed run can lose: the last 5 s."""
+
+
+TOLD_APART_BY_DETAIL = (Reason.HEAD_OF_LINE, Reason.POLICY)
+"""Reasons whose detail says what they are; that of others is a number which changes from plan to plan."""
+
+_STATUS = {FinishReason.ABORT: "aborted", FinishReason.REFUSED: "refused"}
 
 
 class TableSink(Protocol):
@@ -34,8 +40,26 @@ class NoSink:
     def write_part(self, name: str, part: pa.Table) -> None: ...
 
 
+class _Refusal:
+    """A refusal that holds plan after plan: its row, and the number of the last plan that had it."""
+
+    __slots__ = ("first", "last_ns", "last_plan", "last_step")
+
+    def __init__(self, first: tuple, plan: StepPlan, number: int) -> None:
+        self.first = first
+        self.lengthen(plan, number)
+
+    def lengthen(self, plan: StepPlan, number: int) -> None:
+        self.last_step, self.last_ns, self.last_plan = plan.step, plan.now_ns, number
+
+    @property
+    def row(self) -> tuple:
+        first_step, _, time_ns, _, *rest = self.first
+        return (first_step, self.last_step, time_ns, self.last_ns, *rest)
+
+
 class ColumnRecorder:
-    """Records steps, requests, token runs and decisions.
+    """Records steps, requests, runs of tokens and of prefills, and decisions.
 
     Parts of ROWS_PER_PART rows go to `sink` as they fill, so that a killed run keeps them; all parts stay in
     memory, as columns, for the summary. `seconds` is the time spent in here on the step thread.
@@ -45,7 +69,9 @@ class ColumnRecorder:
         self._sink = sink or NoSink()
         self._rows: dict[str, list[tuple]] = {name: [] for name in SCHEMAS}
         self._parts: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
-        self._open: dict[tuple[str, str, str], list] = {}
+        self._open: dict[tuple[str, ...], _Refusal] = {}
+        self._num_plans = 0
+        """Executed and idle ones."""
         self._spent_ns = 0
         self._flush_due_ns = time.perf_counter_ns() + FLUSH_INTERVAL_NS
 
@@ -74,7 +100,8 @@ class ColumnRecorder:
             )
         )  # fmt: skip
         self._note_unwritten(plan)
-        self._flush_parts(plan.step, all_tables=began >= self._flush_due_ns)
+        self._num_plans += 1
+        self._flush_parts(all_tables=began >= self._flush_due_ns)
         self._spent_ns += time.perf_counter_ns() - began
 
     def idle(self, plan: StepPlan) -> None:
@@ -82,6 +109,7 @@ class ColumnRecorder:
         for decision in plan.decisions:
             self._decision(plan, decision)
         self._note_unwritten(plan)
+        self._num_plans += 1
         self._spent_ns += time.perf_counter_ns() - began
 
     def finished(self, seq: Sequence, now: int) -> None:
@@ -90,33 +118,33 @@ class ColumnRecorder:
         if times.finished_ns is None:  # also the end of a static batch's row that was not handed over
             status, reason = "unfinished", None
         else:
-            status = "aborted" if reason is FinishReason.ABORT else "finished"
+            status = _STATUS.get(reason or FinishReason.STOP, "finished")
+        key = (seq.request.id, seq.choice)
         self._rows["requests"].append(
             (
-                seq.request.id, seq.choice, seq.request.pair_key, status, reason and reason.value, None,
+                *key, seq.request.pair_key, seq.request.tenant, seq.priority, status, reason and reason.value, None,
                 seq.num_prompt_tokens, seq.num_cached_tokens, seq.num_output_tokens, seq.arrival_ns,
                 times.admitted_ns, times.first_token_ns, times.last_token_ns, times.finished_ns,
                 seq.num_preemptions, seq.num_recomputed_tokens,
             )
         )  # fmt: skip
-        self._rows["tokens"] += [
-            (seq.request.id, seq.choice, first, count) for first, count in seq.token_runs
-        ]
+        self._rows["tokens"] += [(*key, *run) for run in seq.token_runs]
+        self._rows["prefills"] += [(*key, *run) for run in seq.prefill_runs]
         self._spent_ns += time.perf_counter_ns() - began
 
     def rejected(self, request: Request, error: RequestError, now: int) -> None:
         began = time.perf_counter_ns()
         self._rows["requests"].append(
             (
-                request.id, 0, request.pair_key, "rejected", None, error.problem, len(request.prompt_token_ids),
-                0, 0, request.arrival_ns, None, None, None, None, 0, 0,
+                request.id, 0, request.pair_key, request.tenant, request.priority, "rejected", None, error.problem,
+                len(request.prompt_token_ids), 0, 0, request.arrival_ns, None, None, None, None, 0, 0,
             )
         )  # fmt: skip
         self._spent_ns += time.perf_counter_ns() - began
 
     def flush(self) -> None:
         """Write all that is pending as parts, refusals that still run included."""
-        self._close_refusals(before=None)
+        self._close_refusals(running=True)
         for name in SCHEMAS:
             self._flush(name)
 
@@ -129,43 +157,45 @@ class ColumnRecorder:
         return whole | {"decisions": in_order(whole["decisions"])}
 
     def _decision(self, plan: StepPlan, decision: Decision) -> None:
-        """Record it; a refusal equal to one of the step before lengthens that one instead."""
-        seq = decision.seq
+        """Record it; a refusal equal to one of the plan before lengthens that one instead."""
+        action, seq, reason, detail = decision[:4]
         row = (
-            plan.step, plan.step, plan.now_ns, seq and seq.request.id, seq and seq.choice, decision.action.value,
-            decision.reason and str(decision.reason), decision.detail, decision.num_blocks, decision.num_tokens,
-            decision.num_free_before, decision.num_cached,
+            plan.step, plan.step, plan.now_ns, plan.now_ns, seq and seq.request.id, seq and seq.choice, action.value,
+            reason and str(reason), detail, decision.policy, decision.num_blocks, decision.num_tokens,
+            decision.num_free_before, decision.num_free_after, decision.num_cached, decision.num_moved_blocks,
         )  # fmt: skip
-        if decision.action not in (Action.REFUSE, Action.STOP):
+        if action not in (Action.REFUSE, Action.STOP):
             self._rows["decisions"].append(row)
             return
-        key = (decision.action, seq.id if seq else "", decision.reason)
+        told_apart = action is Action.STOP or reason in TOLD_APART_BY_DETAIL
+        key = (action, seq.id if seq else "", reason, detail if told_apart else "")
         running = self._open.get(key)
-        if running is not None and running[1] >= plan.step - 1:
-            running[1] = plan.step
+        if running is not None and running.last_plan >= self._num_plans - 1:
+            running.lengthen(plan, self._num_plans)
             return
         if running is not None:
-            self._rows["decisions"].append(tuple(running))
-        self._open[key] = list(row)
+            self._rows["decisions"].append(running.row)
+        self._open[key] = _Refusal(row, plan, self._num_plans)
 
     def _note_unwritten(self, plan: StepPlan) -> None:
         self._rows["unwritten"] += [
             (seq.request.id, seq.choice, since, plan.step - 1, slots) for seq, since, slots in plan.unwritten
         ]
 
-    def _close_refusals(self, before: int | None) -> None:
-        """Move refusals that ended before step `before` (None: all) to the table."""
-        for key, row in list(self._open.items()):
-            if before is None or row[1] < before:
-                self._rows["decisions"].append(tuple(row))
+    def _close_refusals(self, *, running: bool) -> None:
+        """Move refusals to the table that the last plan did not have any more, or all, those still `running` too."""
+        for key, refusal in list(self._open.items()):
+            if running or refusal.last_plan < self._num_plans - 1:
+                self._rows["decisions"].append(refusal.row)
                 del self._open[key]
 
-    def _flush_parts(self, step: int, *, all_tables: bool) -> None:
-        """Write the tables that have a part's worth of rows, or all; refusals of this `step` may go on and stay."""
+    def _flush_parts(self, *, all_tables: bool) -> None:
+        """Write the tables that have a part's worth of rows, or all; refusals of the last plan may go on and
+        stay."""
         for name, rows in self._rows.items():
             if all_tables or len(rows) >= ROWS_PER_PART:
                 if name == "decisions":
-                    self._close_refusals(before=step)
+                    self._close_refusals(running=False)
                 self._flush(name)
         if all_tables:
             self._flush_due_ns = time.perf_counter_ns() + FLUSH_INTERVAL_NS

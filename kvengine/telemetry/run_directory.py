@@ -11,7 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kvengine.core.errors import ConfigError, nearest
 from kvengine.telemetry.tables import SCHEMAS, in_order
+
+LATEST = "latest"
 
 
 class RunDirectory:
@@ -87,6 +90,36 @@ def read_tables(path: Path) -> dict[str, pa.Table]:
         parts = [pq.read_table(part, schema=schema) for part in sorted((path / name).glob("*.parquet"))]
         found[name] = pa.concat_tables([schema.empty_table(), *parts])
     return found | {"decisions": in_order(found["decisions"])}
+
+
+def find_run(name: str, traces: Path) -> Path:
+    """The directory of a recorded run: a path, a name under `traces`, or `latest`; ConfigError, with the nearest
+    name, when there is none."""
+    runs = [file.parent for pattern in ("*", "*/*") for file in traces.glob(f"{pattern}/run.json")]
+    if name == LATEST and runs:
+        return max(runs, key=lambda path: ((path / "run.json").stat().st_mtime_ns, str(path)))
+    for path in (Path(name), traces / name):
+        if name and (path / "run.json").is_file():
+            return path
+        if name and (path / "0" / "run.json").is_file():
+            raise ConfigError("run", name, f"is a sweep; name one of its variants, as in {name}/0")
+    known = sorted(str(path.relative_to(traces)) for path in runs)
+    meant = nearest(name, known)
+    said = f"did you mean '{meant}'?" if meant else f"{len(known)} are in {traces}"
+    raise ConfigError("run", name, f"no recorded run; {said}")
+
+
+def policies_of(path: Path) -> dict[str, str]:
+    """The names of the policies of a recorded run, by kind; what run.json does not tell is left out."""
+    try:
+        config = json.loads((path / "run.json").read_text(encoding="utf-8"))["config"]
+        return {
+            kind: group["name"]
+            for kind, group in config.items()
+            if isinstance(group, dict) and "name" in group
+        }
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def _replace(path: Path, text: str) -> None:

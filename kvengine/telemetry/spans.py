@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 from opentelemetry.exporter.otlp.json.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from kvengine.analysis.timeline import Part, Timeline
 from kvengine.telemetry import names
-from kvengine.telemetry.phases import Life, lives
+from kvengine.telemetry.phases import Life
 from kvengine.telemetry.step_sampling import StepSample, sample_steps
 
 MAX_LINKS = 128
@@ -55,9 +56,9 @@ def write_spans(path: Path, tables: dict[str, pa.Table], facts: RunFacts) -> dic
 
     Raises OSError when the file cannot be written; then there is none, and one of an earlier run stays.
     """
-    found = lives(tables)
+    timeline = Timeline(tables)
     sample = sample_steps(tables["steps"], at_most=facts.max_step_spans, every=facts.step_span_interval)
-    num_spans = _write_lines(path, _all_spans(_SpanMaker(facts), tables, found, sample))
+    num_spans = _write_lines(path, _all_spans(_SpanMaker(facts), tables, timeline, sample))
     return {"num_spans": num_spans, "num_dropped": 0, "steps": sample.said}
 
 
@@ -115,6 +116,7 @@ class _SpanMaker:
         *,
         parent: SpanContext | None = None,
         links: Iterable[Link] = (),
+        events: Iterable[Event] = (),
         problem: str | None = None,
     ) -> ReadableSpan:
         """A span between two moments of the engine's clock."""
@@ -125,6 +127,7 @@ class _SpanMaker:
             resource=self._resource,
             attributes=attributes,
             links=tuple(links),
+            events=tuple(events),
             kind=SpanKind.INTERNAL,
             status=Status(StatusCode.ERROR, problem) if problem else Status(StatusCode.UNSET),
             start_time=self.facts.epoch_unix_ns + start_ns,
@@ -132,27 +135,33 @@ class _SpanMaker:
             instrumentation_scope=self._scope,
         )
 
+    def event(self, name: str, moment_ns: int, attributes: dict[str, Any]) -> Event:
+        """What happened at a moment of the engine's clock."""
+        return Event(name, attributes, self.facts.epoch_unix_ns + moment_ns)
+
     def _digest(self, size: int, *parts: str) -> int:
         text = "\0".join((self.facts.run_id, *parts))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
 
 
 def _all_spans(
-    maker: _SpanMaker, tables: dict[str, pa.Table], found: dict[tuple[str, int], Life], sample: StepSample
+    maker: _SpanMaker, tables: dict[str, pa.Table], timeline: Timeline, sample: StepSample
 ) -> Iterator[ReadableSpan]:
     by_request: dict[str, list[Life]] = {}
-    for (request_id, _), life in found.items():
+    for (request_id, _), life in timeline.lives.items():
         by_request.setdefault(request_id, []).append(life)
     for request_id, group in by_request.items():
-        yield from _request_spans(maker, request_id, group)
+        yield from _request_spans(maker, request_id, group, timeline)
     for number, row in enumerate(tables["requests"].to_pylist()):
         if row["status"] == "rejected":
             yield _rejected_span(maker, row, number)
     if len(tables["steps"]):
-        yield from _engine_spans(maker, tables["steps"], found, sample)
+        yield from _engine_spans(maker, tables["steps"], timeline.lives, sample)
 
 
-def _request_spans(maker: _SpanMaker, request_id: str, group: list[Life]) -> Iterator[ReadableSpan]:
+def _request_spans(
+    maker: _SpanMaker, request_id: str, group: list[Life], timeline: Timeline
+) -> Iterator[ReadableSpan]:
     """A root over all choices, and each choice's phases under it."""
     root = maker.request(request_id)
     first = group[0].request
@@ -172,6 +181,8 @@ def _request_spans(maker: _SpanMaker, request_id: str, group: list[Life]) -> Ite
             names.RESPONSE_FINISH_REASONS: [row["finish_reason"] or "none" for row in rows],
             names.REQUEST_ID: request_id,
             names.PAIR_KEY: first["pair_key"],
+            names.PRIORITY: first["priority"],
+            **({names.TENANT: first["tenant"]} if first["tenant"] is not None else {}),
             names.NUM_PREEMPTIONS: sum(row["num_preemptions"] for row in rows),
             names.NUM_RECOMPUTED_TOKENS: sum(row["num_recomputed_tokens"] for row in rows),
             **({names.ERROR_TYPE: sorted(failed)[0]} if failed else {}),
@@ -180,9 +191,35 @@ def _request_spans(maker: _SpanMaker, request_id: str, group: list[Life]) -> Ite
     )
     for life in group:
         choice = life.request["choice"]
+        waits = iter(timeline.waits((request_id, choice)))
         for i, (phase, start, end) in enumerate(life.phases):
             context = maker.request(request_id, f"{choice}/{i}/{phase}")
-            yield maker.span(phase, context, start, end, {names.CHOICE: choice}, parent=root)
+            events = _wait_events(maker, life, next(waits)) if phase in ("queued", "preempted") else ()
+            yield maker.span(phase, context, start, end, {names.CHOICE: choice}, parent=root, events=events)
+
+
+def _wait_events(maker: _SpanMaker, life: Life, wait: Part) -> Iterator[Event]:
+    """The preemption, if it was one, and then every reason of the wait when it first held, with the time it held
+    in all."""
+    of = wait.preemption
+    if of is not None:
+        about = {
+            names.VICTIM: life.request["request_id"],
+            names.BENEFICIARY: of.beneficiary,
+            names.PREEMPTION_REASON: of.reason,
+            names.PREEMPTION_POLICY: of.policy,
+            names.PREEMPTION_STEP: of.step,
+            names.SWAPPED: of.swapped,
+            names.BLOCKS_FREED: of.num_blocks_freed,
+            names.TOKENS_LOST: of.num_tokens_lost,
+            names.MOVED_BLOCKS: of.num_moved_blocks,
+            names.FREE_BEFORE: of.num_free_before,
+            names.FREE_AFTER: of.num_free_after,
+        }
+        yield maker.event(names.PREEMPTED, wait.begin_ns, about)
+    for share in wait.shares:
+        about = {names.DETAIL: share.detail, names.HELD_NS: share.ns}
+        yield maker.event(share.name, share.first_ns, about)
 
 
 def _rejected_span(maker: _SpanMaker, row: dict[str, Any], number: int) -> ReadableSpan:

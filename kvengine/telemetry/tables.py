@@ -44,6 +44,8 @@ REQUESTS = pa.schema(
         ("request_id", STR),
         ("choice", I32),
         ("pair_key", STR),
+        ("tenant", WORD),
+        ("priority", I32),
         ("status", WORD),
         ("finish_reason", WORD),
         ("problem", STR),
@@ -59,31 +61,45 @@ REQUESTS = pa.schema(
         ("num_recomputed_tokens", I32),
     ]
 )
-"""One row per sequence that ended, and one per rejected request. `status`: finished, aborted, unfinished or
-rejected. Times are of delivery; null where it did not happen. `num_cached_tokens` of its prompt were not
-computed: the pool held them when it was first admitted, or it was forked from a sequence that had them."""
+"""One row per sequence that ended, and one per rejected request. `status`: finished, aborted, unfinished, refused
+(for good, while it waited) or rejected (when it was added). Times are of delivery; null where it did not happen.
+`num_cached_tokens` of its prompt were not computed: the pool held them when it was first admitted, or it was forked
+from a sequence that had them."""
 
 TOKENS = pa.schema([("request_id", STR), ("choice", I32), ("first_step", I64), ("num_steps", I32)])
 """One row per run of consecutive steps that gave a sequence one token each; a token's time is its step's end."""
+
+PREFILLS = pa.schema(
+    [("request_id", STR), ("choice", I32), ("first_step", I64), ("num_steps", I32), ("num_tokens", I64)]
+)
+"""One row per run of consecutive steps that computed tokens which the sequence knew already: of its prompt, or
+lost by preemption. The last of these steps may be the one that gave it its next token, too."""
 
 DECISIONS = pa.schema(
     [
         ("first_step", I64),
         ("last_step", I64),
         ("time_ns", I64),
+        ("last_ns", I64),
         ("request_id", STR),
         ("choice", I32),
         ("action", WORD),
         ("reason", WORD),
         ("detail", STR),
+        ("policy", WORD),
         ("num_blocks", I32),
         ("num_tokens", I32),
         ("num_free_before", I32),
+        ("num_free_after", I32),
         ("num_cached", I32),
+        ("num_moved_blocks", I32),
     ]
 )
-"""One row per admission, resumption, preemption and abort, and per run of consecutive steps with the same
-refusal. `request_id` is null where the reason holds for all waiting; core.decision explains the numbers."""
+"""One row per admission, resumption, fork, preemption, deferral, refusal for good and abort, and per run of
+consecutive plans (idle ones too) with the same refusal, at whose first plan the numbers and the detail are those
+of the row; `time_ns` and `last_ns` are the times of its first and its last plan. `request_id` is null where the
+reason holds for all waiting that have none of their own; core.decision explains the numbers. An idle plan has the
+number of the next step."""
 
 UNWRITTEN = pa.schema(
     [("request_id", STR), ("choice", I32), ("first_step", I64), ("last_step", I64), ("num_slots", I64)]
@@ -92,7 +108,8 @@ UNWRITTEN = pa.schema(
 for nothing, known when it ended or was preempted."""
 
 SCHEMAS = {
-    "steps": STEPS, "requests": REQUESTS, "tokens": TOKENS, "decisions": DECISIONS, "unwritten": UNWRITTEN
+    "steps": STEPS, "requests": REQUESTS, "tokens": TOKENS, "prefills": PREFILLS, "decisions": DECISIONS,
+    "unwritten": UNWRITTEN,
 }  # fmt: skip
 
 

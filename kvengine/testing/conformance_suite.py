@@ -209,7 +209,7 @@ def test_it_keeps_nothing_of_what_has_ended(plugin: Entry) -> None:
 
     def check() -> None:
         before = num_ended()
-        engine = build(plugin, {**limits, "max_num_seqs": 4}, schedulers(plugin)[0])
+        engine = build(plugin, {**limits, "max_num_seqs": 4}, schedulers(plugin)[-1])
         with faults_named(plugin):
             for i in range(200):
                 prompt, num_tokens = (i % 200, i % 7, 3, i % 11), 1 + i % 5

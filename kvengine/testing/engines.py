@@ -93,6 +93,7 @@ class TestEngine:
                 seed=config.seed,
                 refuses_for_good=parts.allocator.refuses_for_good,
                 choices_must_fit_together=not parts.preemption.preempts,
+                block_size=parts.allocator.block_size,
             ),
             clock=VirtualClock(),
             recorder=self.log,

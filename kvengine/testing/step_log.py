@@ -13,12 +13,14 @@ from kvengine.engine.recording import PoolState
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One step: tokens scheduled per sequence id, who sampled, who was preempted, and the pool after it."""
+    """One step: tokens scheduled per sequence id, who sampled, who was preempted or refused for good, and the pool
+    after it."""
 
     step: int
     scheduled: dict[str, int]
     sampled: tuple[str, ...]
     preempted: tuple[str, ...]
+    refused: tuple[str, ...]
     num_idle_rows: int
     num_padding_tokens: int
     copies: tuple[tuple[int, int], ...]
@@ -42,6 +44,7 @@ class StepLog:
                 scheduled={row.seq.id: row.num_tokens for row in plan.rows},
                 sampled=tuple(seq.id for row in plan.rows if row.samples for seq in (row.seq, *row.forks)),
                 preempted=tuple(seq.id for seq in plan.preempted),
+                refused=tuple(seq.id for seq in plan.refused),
                 num_idle_rows=len(plan.idle_rows),
                 num_padding_tokens=plan.padding_tokens,
                 copies=tuple(plan.copies),

@@ -161,11 +161,12 @@ def lines_per_step(engine: TestEngine, num_waiting: int) -> int:
 def _count_iteration(engine: TestEngine) -> None:
     """Make iterating over the queue run lines of Python, however it is written."""
     queue = engine.engine.context.waiting
-    plain = type(queue)
+    plain, num_seen = type(queue), [0]
 
     def iterate(self: Any) -> Any:
-        for seq in plain.__iter__(self):  # `yield from` would be one line for all
-            yield seq  # noqa: UP028
+        for seq in plain.__iter__(self):
+            num_seen[0] += 1  # a line for each, which `yield from` would not be
+            yield seq
 
     queue.__class__ = type(plain.__name__, (plain,), {"__iter__": iterate})
 

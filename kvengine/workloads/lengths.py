@@ -1,4 +1,4 @@
-"""How long prompts and outputs are, in tokens: fixed, uniform, lognormal or exponential, clipped."""
+"""How long prompts and outputs are, in tokens: fixed, uniform, lognormal or exponential, within limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,8 @@ DEFAULT_MEAN = 64.0
 DEFAULT_SIGMA = 0.8
 LONGEST = 10_000_000
 """Tokens; a longer length is a mistake or the far tail of a distribution without `max`."""
+MIN_KEPT = 0.001
+"""A smaller share of draws within `max` is a mistake: redrawing would hardly end."""
 _CHUNK = 256
 _USED = {
     "fixed": ("mean",),
@@ -32,7 +35,8 @@ class LengthConfig:
     `fixed`: always `mean`. `uniform`: whole numbers from `min` to `max`, both included and both needed.
     `lognormal` and `exponential`: of that `mean` (default 64), rounded and then clipped to `min` (1) and
     `max` (none); so `mean` is that of the distribution before clipping. `sigma` (0.8) is the standard
-    deviation of the logarithm of the length, lognormal only.
+    deviation of the logarithm of the length, lognormal only. `above_max`: what exceeds `max` becomes `max`
+    (`clip`), or is drawn again (`redraw`), so that the realised mean is lower and `mean` may exceed `max`.
     """
 
     distribution: Literal["fixed", "uniform", "lognormal", "exponential"] = "lognormal"
@@ -40,6 +44,7 @@ class LengthConfig:
     sigma: float | None = None
     min: int | None = None
     max: int | None = None
+    above_max: Literal["clip", "redraw"] = "clip"
 
     def check(self, key: str) -> None:
         """ConfigError, with the full name below `key`, for what cannot work or contradicts itself."""
@@ -63,9 +68,28 @@ class LengthConfig:
             raise ConfigError(f"{key}.min", low, f"must not be above max={high}")
         if self.distribution == "fixed" and not mean.is_integer():
             raise ConfigError(f"{key}.mean", mean, "distribution=fixed needs a whole number of tokens")
-        if self.distribution != "uniform" and not low <= mean <= high:
+        if self.above_max == "redraw":
+            self._check_redraw(key, mean)
+        elif self.distribution != "uniform" and not low <= mean <= high:
             note = " (null means that)" if self.mean is None else ""
             raise ConfigError(f"{key}.mean", mean, f"must lie between min={low} and max={high}{note}")
+
+    def _check_redraw(self, key: str, mean: float) -> None:
+        key = f"{key}.above_max"
+        if self.distribution not in ("lognormal", "exponential"):
+            raise ConfigError(key, "redraw", f"distribution={self.distribution} exceeds no max; drop it")
+        if self.max is None:
+            raise ConfigError(
+                key, "redraw", "needs a max (tokens) that a draw can exceed; set it, or drop this"
+            )
+        if self.bounds[0] > mean:
+            raise ConfigError(
+                f"{key.removesuffix('above_max')}mean", mean, f"must be at least min={self.min}"
+            )
+        kept = _share_within(self, mean, self.max + 0.5)
+        if kept < MIN_KEPT:
+            problem = f"only {kept:.2g} of draws of mean={mean:g} are within max={self.max}; raise max"
+            raise ConfigError(key, "redraw", problem)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -82,6 +106,7 @@ def lengths(config: LengthConfig, stream: np.random.Generator) -> Iterator[int]:
 
 
 def _draw(config: LengthConfig, stream: np.random.Generator, count: int) -> np.ndarray:
+    """`count` lengths, fewer where those above `max` are to be drawn again."""
     low, high = config.bounds
     if config.distribution == "uniform":
         return stream.integers(low, high, size=count, endpoint=True)
@@ -91,4 +116,15 @@ def _draw(config: LengthConfig, stream: np.random.Generator, count: int) -> np.n
     else:
         sigma = DEFAULT_SIGMA if config.sigma is None else config.sigma
         drawn = np.exp(math.log(mean) - sigma**2 / 2 + sigma * stream.standard_normal(count))
-    return np.rint(drawn).clip(low, high).astype(np.int64)
+    rounded = np.rint(drawn)
+    if config.above_max == "redraw":
+        rounded = rounded[rounded <= high]
+    return rounded.clip(low, high).astype(np.int64)
+
+
+def _share_within(config: LengthConfig, mean: float, limit: float) -> float:
+    """The probability that a draw is below `limit`."""
+    if config.distribution == "exponential":
+        return -math.expm1(-limit / mean)
+    sigma = DEFAULT_SIGMA if config.sigma is None else config.sigma
+    return NormalDist(math.log(mean) - sigma**2 / 2, sigma).cdf(math.log(limit))

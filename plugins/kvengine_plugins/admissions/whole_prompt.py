@@ -17,11 +17,14 @@ class WholePromptAdmission(Admission):
     """
 
     def refuses(self, seq: Sequence, view: SchedulingView) -> Refusal | None:
+        needed, promised, free = self.needs(seq, view), view.num_promised_blocks, view.num_free_blocks
+        if needed + promised > free:
+            return Refusal(Reason.NO_BLOCKS, f"{needed} needed, {free} free, {promised} of them promised")
+        return None
+
+    def needs(self, seq: Sequence, view: SchedulingView) -> int:
+        """Blocks for all that `seq` already has."""
         needed = view.blocks_needed(seq, seq.num_tokens)
         if seq.siblings and any(view.running):
             needed += len(seq.siblings)
-        promised = view.num_promised_blocks
-        if needed + promised > view.num_free_blocks:
-            detail = f"{needed} needed, {view.num_free_blocks} free, {promised} of them promised"
-            return Refusal(Reason.NO_BLOCKS, detail)
-        return None
+        return needed

@@ -9,5 +9,7 @@ from kvengine.policies import Mechanism, Preemption
 class RecomputePreemption(Preemption):
     """Costs one prefill of all tokens so far, and no host memory."""
 
+    swaps = False
+
     def mechanism(self, victim: Sequence) -> Mechanism:
         return Mechanism.RECOMPUTE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvengine_plugins.workloads.azure import AzureConfig, AzureWorkload
 from kvengine_plugins.workloads.chat import ChatConfig, ChatWorkload
 from kvengine_plugins.workloads.jsonl import JsonlConfig, jsonl_workload
 from kvengine_plugins.workloads.mooncake import MooncakeConfig, MooncakeWorkload
@@ -58,4 +59,11 @@ def register_workloads(registry: Registry) -> None:
         MooncakeWorkload,
         schema=MooncakeConfig,
         summary="a Mooncake trace: real arrivals, lengths and shared prefixes",
+    )
+    registry.add(
+        "workload",
+        "azure",
+        AzureWorkload,
+        schema=AzureConfig,
+        summary="an Azure LLM inference trace: real arrivals and lengths",
     )

@@ -1,4 +1,5 @@
-"""Requests from a JSON Lines file, one object a line: prompt or token ids, length, arrival, sampling, tenant.
+"""Requests from a JSON Lines file, one object a line: prompt or token ids, length, arrival, sampling, tenant,
+priority.
 
 A line that is no JSON or holds a wrong type ends the run before a model is loaded. One that is well formed
 but cannot be served (an empty prompt, `max_tokens` 0) becomes a request, which the engine refuses by name.
@@ -96,6 +97,7 @@ class FileWorkload(Workload):
                 prompt=text,
                 cache_salt=values.get("cache_salt"),
                 tenant=values.get("tenant"),
+                priority=values.get("priority", 0),
             )
 
     def _encode(self, tokenizer: Tokenizer | None, text: str | None) -> tuple[int, ...]:
@@ -166,6 +168,7 @@ PROMPT_RULES: Mapping[str, Rule] = {
     "prompt": _text,
     "cache_salt": _name,
     "tenant": _name,
+    "priority": whole_number,
     **SAMPLING_RULES,
 }
 LINE_RULES: Mapping[str, Rule] = {

@@ -1,6 +1,11 @@
-"""What several workloads share: checks of their settings, and a vocabulary that ends no output."""
+"""What several workloads share: checks of their settings, draws by share, and a vocabulary that ends no output."""
 
 from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate, repeat
 
 import numpy as np
 
@@ -33,6 +38,22 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
     """ConfigError `workload.NAME` unless low <= value <= high."""
     if not low <= value <= high:
         raise ConfigError(f"workload.{name}", value, f"must be between {low:,} and {high:,}")
+
+
+def check_shares(name: str, shares: tuple[float, ...]) -> None:
+    """ConfigError `workload.NAME` unless each share is a number, at least 0, and one is above it; [] is none."""
+    if any(not 0 <= share < math.inf for share in shares) or (shares and not any(shares)):
+        raise ConfigError(f"workload.{name}", list(shares), "must be shares of at least 0, not all of them 0")
+
+
+def drawn_by_share(shares: tuple[float, ...], stream: np.random.Generator) -> Iterator[int]:
+    """Endless places in `shares`, each as often as its share of their sum; all 0 where there are none."""
+    if len(shares) < 2:
+        yield from repeat(0)
+    ends = list(accumulate(shares))
+    last = max(place for place, share in enumerate(shares) if share)
+    while True:
+        yield min(bisect_right(ends, stream.random() * ends[-1]), last)
 
 
 def plain_vocabulary(shape: ModelShape) -> np.ndarray:

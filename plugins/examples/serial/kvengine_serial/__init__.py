@@ -34,11 +34,14 @@ class SerialScheduler(Scheduler):
         self._at_once = config.at_once
 
     def schedule(self, view: SchedulingView) -> None:
-        if len(list(view.running)) < self._at_once and len(view.waiting):
-            view.admit(view.waiting.peek())
-        for seq in view.running:
-            view.schedule(seq, max_tokens=1)
-        view.stop(Reason.MAX_NUM_SEQS)
+        view.schedule_decodes()
+        for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
+            view.schedule(seq, view.token_budget_left)
+        for seq in view.heads:
+            if len(list(view.running)) >= self._at_once:
+                return view.stop(Reason.MAX_NUM_SEQS)
+            view.admit(seq)
+        return None
 
 
 @hookimpl
