@@ -71,14 +71,8 @@ def assert_no_victim_is_scheduled(engine: TestEngine, budget: int) -> None:
     ("scheduler", "queue"),
     [
         (scheduler, queue)
-<<<<<<< HEAD
-        for scheduler in SCHEDULERS
-        for queue in QUEUES
-        if scheduler != "mlfq" or queue == "fcfs"
-=======
         for scheduler, queue in product(SCHEDULERS, REGISTRY.names("queue"))
         if queue == "fcfs" or not BUILT[scheduler].orders
->>>>>>> h-scheds
     ],
 )
 @pytest.mark.parametrize("victim", VICTIMS)
