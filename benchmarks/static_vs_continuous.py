@@ -63,7 +63,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--requests", type=int, default=64, help="of the wall-clock ratio; 0: none")
     num_requests = parser.parse_args().requests
-    print("| cap | seats | static, row-steps | continuous | ratio | ratio of seconds |\n|---|---|---|---|---|---|")
+    print(
+        "| cap | seats | static, row-steps | continuous | ratio | ratio of seconds |\n|---|---|---|---|---|---|"
+    )
     for cap, seats in product(CAPS, SEATS):
         static, continuous = (cost(name, cap, seats, []) for name in ("static", "continuous"))
         ratio, seconds = static.row_steps / continuous.row_steps, "-"
