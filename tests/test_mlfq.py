@@ -229,8 +229,9 @@ def test_outputs_are_those_of_each_alone(chosen):
 
 
 def test_who_was_aborted_while_waiting_is_forgotten():
-    engine = mlfq_engine()
+    engine = mlfq_engine(levels=1)
     engine.add("runs", prompt_of(3), 200)
+    engine.add("waits", prompt_of(3), 200)  # in front of all who come after it
     for i in range(500):
         engine.add(f"r{i}", prompt_of(3), 5)
         engine.engine.abort(f"r{i}")
