@@ -38,7 +38,8 @@ KINDS = {
     "eviction": Kind(
         "eviction policy",
         "evict the deepest cached block first",
-        "executor=null workload=chat num_blocks=160",
+        "executor=null workload=chat workload.turns.mean=1 workload.num_sessions=64 workload.system_prompt_len=200 "
+        "workload.num_system_prompts=8 num_blocks=160 max_num_seqs=8",
     ),
     "scheduler": Kind(
         "scheduler",
@@ -48,7 +49,8 @@ KINDS = {
     "queue": Kind(
         "queue",
         "last come, first served while many wait",
-        "executor=null workload=synthetic max_num_seqs=8",
+        "executor=null workload=synthetic workload.num_requests=200 workload.arrival.process=poisson "
+        "workload.arrival.rate=12 max_num_seqs=8",
     ),
     "admission": Kind(
         "admission policy",
@@ -85,7 +87,9 @@ def new_plugin(words: list[str]) -> int:
         raise ConfigError("new-plugin", " ".join(words), USAGE)
     kind, name, where = words
     if kind not in KINDS:
-        raise ConfigError("new-plugin", kind, f"no kind of policy; {choices_hint(kind, KINDS)}")
+        raise ConfigError(
+            "new-plugin", kind, f"there is no template of that kind; {choices_hint(kind, KINDS)}"
+        )
     _check_name(kind, name)
     root = Path(where) / distribution(name)
     _check_free(root)

@@ -320,7 +320,7 @@ BROKEN = [
     ("scheduler", lambda config, build: Peeks(), COSTS, r"visits everybody who waits: .* \d+ with 1024"),
     ("queue", lambda config, build: Sorts(), COSTS, r"visits everybody who waits: .* \d+ with 1024"),
     ("queue", lambda config, build: Twists(), ORDER, "is not led by its head"),
-    ("queue", lambda config, build: Loses(), ORDER, "counts 2 where 3 wait"),
+    ("queue", lambda config, build: Loses(), ORDER, r"counts \d where \d wait"),
     ("queue", lambda config, build: Swallows(), ORDER, "gives no IndexError for peek of an empty queue"),
     ("queue", lambda config, build: Tolerates(), ORDER, "gives no ValueError for remove of who is not there"),
     ("allocator", paged(Miscounts), ACCOUNTS, r"counts wrong: blocks_needed said 2, allocate took 1"),

@@ -2,6 +2,7 @@
 
     pytest --kvengine-conformance scheduler=mine      # one plug-in
     pytest --kvengine-conformance                     # all that do not come with kvengine
+    pytest --kvengine-conformance queue=mine --kvengine-examples 5000      # for a night
 
 Loaded by every pytest where kvengine is installed, so it imports nothing until it is asked.
 """
@@ -27,7 +28,8 @@ CHOSEN = pytest.StashKey[list["Entry"]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("kvengine").addoption(
+    group = parser.getgroup("kvengine")
+    group.addoption(
         OPTION,
         action="append",
         nargs="?",
@@ -35,12 +37,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KIND=NAME",
         help="check this plug-in of kvengine against its contract; without one, all that do not come with it",
     )
+    group.addoption(
+        "--kvengine-examples",
+        type=int,
+        metavar="N",
+        help="random workloads of each of its checks, under each scheduler (200)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Run the suite instead of what would be collected, or beside the paths that were named."""
     if config.getoption(OPTION) is None:
         return
+    count = config.getoption("--kvengine-examples")
+    if count is not None and count < 1:
+        raise pytest.UsageError(f"--kvengine-examples {count}: must be at least 1")
     config.stash[CHOSEN] = chosen(config.getoption(OPTION))
     named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
     config.args = [str(SUITE), *named]
@@ -50,6 +61,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per plug-in for whoever asks for `plugin`, of the kinds that the suite names in `KINDS_OF`."""
     if metafunc.definition.path != SUITE:
         return
+    if (count := metafunc.config.getoption("--kvengine-examples")) is not None:
+        metafunc.module.examples(count)
     kinds = metafunc.module.KINDS_OF.get(metafunc.definition.originalname, KINDS)
     entries = [entry for entry in metafunc.config.stash[CHOSEN] if entry.kind in kinds]
     metafunc.parametrize("plugin", entries, ids=[f"{entry.kind}={entry.name}" for entry in entries])

@@ -38,6 +38,7 @@ MANY = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow],
 )
+"""The workloads that a plug-in is shown, and how they are drawn; `examples` sets their number."""
 SLOWEST = 4
 """So many times the steps of running one by one may a workload take, and 30 more."""
 KEEPS_AT_MOST = 20
@@ -59,6 +60,12 @@ NEEDS: dict[str, dict[str, str]] = {"predictor": {"queue": "shortest_job"}}
 """The policies without which one of that kind is never asked."""
 Check = Callable[[Case, str, int], None]
 """Raises over a workload, under that scheduler and within so many steps, what is wrong."""
+
+
+def examples(count: int) -> None:
+    """So many workloads from now on."""
+    global MANY
+    MANY = settings(MANY, max_examples=count)
 
 
 @cache
@@ -253,16 +260,16 @@ def test_a_step_costs_the_same_however_many_wait(plugin: Entry) -> None:
     fails_plainly(check)
 
 
-@given(moves=st.lists(st.integers(0, 99), max_size=40))
-@settings(MANY, max_examples=300)
-def queue_example(plugin: Entry, moves: list[int]) -> None:
-    with faults_named(plugin):
-        check_queue(build(plugin, {}, "chunked").engine.context.waiting, moves)
-
-
 def test_it_keeps_the_order_and_everybody_in_it(plugin: Entry) -> None:
     """peek, len and iteration agree, whatever comes and goes; what is not there is an error."""
-    fails_plainly(lambda: queue_example(plugin))
+
+    @MANY
+    @given(moves=st.lists(st.integers(0, 99), max_size=40))
+    def check(moves: list[int]) -> None:
+        with faults_named(plugin):
+            check_queue(build(plugin, {}, "chunked").engine.context.waiting, moves)
+
+    fails_plainly(check)
 
 
 def test_it_predicts_numbers(plugin: Entry) -> None:
@@ -275,15 +282,14 @@ def test_it_predicts_numbers(plugin: Entry) -> None:
     fails_plainly(check)
 
 
-@given(seed=st.integers(0, 2**31))
-@settings(MANY, max_examples=25)
-def attention_example(plugin: Entry, seed: int) -> None:
-    from kvengine.testing.attention_cases import check_backend
-
-    with faults_named(plugin):
-        check_backend(plugin.factory(plugin.schema(), Build()).backend(), seed)
-
-
 def test_it_computes_what_the_reference_computes(plugin: Entry) -> None:
     """Attention over random batches, shapes and a poisoned pool, against kvengine_kernels.reference."""
-    fails_plainly(lambda: attention_example(plugin))
+    from kvengine.testing.attention_cases import check_backend
+
+    @settings(MANY, max_examples=-(-MANY.max_examples // 8))
+    @given(seed=st.integers(0, 2**31))
+    def check(seed: int) -> None:
+        with faults_named(plugin):
+            check_backend(plugin.factory(plugin.schema(), Build()).backend(), seed)
+
+    fails_plainly(check)
