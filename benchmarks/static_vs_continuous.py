@@ -49,7 +49,6 @@ def cost(scheduler: str, cap: int, seats: int, words: list[str]) -> Cost:
     settings = [f"scheduler={scheduler}", f"workload.output_len.max={cap}", f"max_num_seqs={seats}"]
     with composer() as compose:
         config = compose(expand(["experiment=static_vs_continuous", *settings, *words]))
-    config = {group: values for group, values in config.items() if group != "experiment"}
     plan, counter = blueprint(config, discover()), RowCounter()
     engine = plan.engine(counter)
     began = time.perf_counter()
@@ -63,7 +62,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--requests", type=int, default=64, help="of the wall-clock ratio; 0: none")
     num_requests = parser.parse_args().requests
-    print("| cap | seats | static, row-steps | continuous | ratio | ratio of seconds |\n|---|---|---|---|---|---|")
+    print(
+        "| cap | seats | static, row-steps | continuous | ratio | ratio of seconds |\n|---|---|---|---|---|---|"
+    )
     for cap, seats in product(CAPS, SEATS):
         static, continuous = (cost(name, cap, seats, []) for name in ("static", "continuous"))
         ratio, seconds = static.row_steps / continuous.row_steps, "-"
