@@ -18,52 +18,38 @@ if TYPE_CHECKING:
 
 def register_workloads(registry: Registry) -> None:
     """Register every built-in workload; nothing here imports torch."""
-    registry.add(
-        "workload",
-        "prompts",
-        prompts_workload,
-        schema=PromptsConfig,
-        summary="prompts of a text or JSON Lines file, or 32 packaged ones",
-    )
-    registry.add(
-        "workload",
-        "synthetic",
-        SyntheticWorkload,
-        schema=SyntheticConfig,
-        summary="random token ids, with lengths and arrivals drawn from distributions",
-    )
-    registry.add(
-        "workload",
-        "jsonl",
-        jsonl_workload,
-        schema=JsonlConfig,
-        summary="a JSON Lines file with prompts or token ids, known lengths and arrival times",
-    )
-    registry.add(
-        "workload",
-        "chat",
-        ChatWorkload,
-        schema=ChatConfig,
-        summary="conversations of several turns with pauses, which share system prompts",
-    )
-    registry.add(
-        "workload",
-        "tree",
-        TreeWorkload,
-        schema=TreeConfig,
-        summary="tree searches, whose branches fork after every level",
-    )
-    registry.add(
-        "workload",
-        "mooncake",
-        MooncakeWorkload,
-        schema=MooncakeConfig,
-        summary="a Mooncake trace: real arrivals, lengths and shared prefixes",
-    )
-    registry.add(
-        "workload",
-        "azure",
-        AzureWorkload,
-        schema=AzureConfig,
-        summary="an Azure LLM inference trace: real arrivals and lengths",
-    )
+    for name, factory, schema, summary in (
+        (
+            "prompts",
+            prompts_workload,
+            PromptsConfig,
+            "prompts of a text or JSON Lines file, or 32 packaged ones",
+        ),
+        (
+            "synthetic",
+            SyntheticWorkload,
+            SyntheticConfig,
+            "random token ids, with lengths and arrivals drawn from distributions",
+        ),
+        (
+            "jsonl",
+            jsonl_workload,
+            JsonlConfig,
+            "a JSON Lines file with prompts or token ids, known lengths and arrival times",
+        ),
+        (
+            "chat",
+            ChatWorkload,
+            ChatConfig,
+            "conversations of several turns with pauses, which share system prompts",
+        ),
+        ("tree", TreeWorkload, TreeConfig, "tree searches, whose branches fork after every level"),
+        (
+            "mooncake",
+            MooncakeWorkload,
+            MooncakeConfig,
+            "a Mooncake trace: real arrivals, lengths and shared prefixes",
+        ),
+        ("azure", AzureWorkload, AzureConfig, "an Azure LLM inference trace: real arrivals and lengths"),
+    ):
+        registry.add("workload", name, factory, schema=schema, summary=summary)
