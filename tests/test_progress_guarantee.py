@@ -528,6 +528,25 @@ def test_a_scheduler_that_asks_for_the_same_head_for_ever_ends_within_one_plan(a
     )
 
 
+def test_a_scheduler_that_asks_for_no_tokens_is_named_and_not_the_admission() -> None:
+    engine = hostile(scheduler=lambda: Acts(lambda view: view.admit(view.waiting.peek(), 0)))
+    add(engine, "a")
+    ends_by_name(engine, "scheduler", "step 0: scheduler=hostile schedules nothing .* NO_TOKEN_BUDGET")
+
+
+def test_a_scheduler_that_asks_no_more_is_named_and_not_the_admission_that_refused_before() -> None:
+    refusal = Refusal(Reason.WATERMARK, "later")
+    registry = registry_with(scheduler=lambda: Acts(lambda view: None, good=4))
+    refuses_b = admission(lambda seq: refusal if seq.id == "b" else None)
+    registry.add("admission", "picky", lambda config, build: refuses_b(), summary="")
+    engine = TestEngine(registry=registry, policies={"scheduler": "hostile", "admission": "picky"})
+    add(engine, "a", "b")
+    said = (
+        "step 4: scheduler=hostile schedules nothing .*; refused last: <b WAITING .*> WATERMARK later; 1 wait"
+    )
+    ends_by_name(engine, "scheduler", said)
+
+
 class LeavesTheOldest(ChunkedScheduler):
     """Schedules all but the one that nobody may preempt."""
 
