@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import pytest
 from kvengine import launch
 from kvengine.cli import main
 from kvengine.core.errors import ModelError
+from kvengine.core.reasons import Refusal
+from kvengine.core.sequence import Sequence
 from kvengine.models import smollm2
+from kvengine.policies import SchedulingView
 from kvengine.registry import discover
 from kvengine.run import Run
 from kvengine.telemetry.run_directory import read_tables
+from kvengine_plugins.admissions.whole_prompt import WholePromptAdmission
 
 QUICK = ["executor=null", "workload=synthetic", "workload.num_requests=6", "model=checksum"]
 
@@ -46,6 +51,11 @@ MISTAKES = [
     ("prefix_cache.host_bandwidth=0", "prefix_cache.host_bandwidth=0", "positive number"),
     ("prefix_cache.offload=true", "prefix_cache.offload=True:", "engine.swap_space_bytes"),
     ("prefix_cache=on allocator=contiguous_max", "prefix_cache=on:", "take allocator=paged"),
+    ("preemption=swap", "preemption=swap:", "set engine.swap_space_bytes"),
+    ("preemption=auto num_host_blocks=0", "preemption=auto:", "set engine.swap_space_bytes"),
+    ("preemption=auto preemption.host_bandwidth=0", "preemption.host_bandwidth=0", "positive number"),
+    ("preemption=auto preemption.recompute_rate=-1", "preemption.recompute_rate=-1", "positive number"),
+    ("preemption=never", "preemption=never:", "take admission=reserve_worst_case"),
     ("workload=tree allocator=first_fit", "workload=tree:", "take allocator=paged"),
     ("workload=tree scheduler=static", "workload=tree:", "take scheduler.deliver=token"),
     (
@@ -335,6 +345,40 @@ def test_ctrl_c_while_spans_are_written_leaves_a_complete_run(
     content = json.loads((run / "run.json").read_text())
     assert content["status"] == "complete"
     assert content["summary"]["num_finished"] == 6
+
+
+def test_a_policy_that_raises_ends_a_run_by_name_and_keeps_what_was_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two seats and six requests: the admission policy is asked for the fourth when one of the first three ended."""
+    whole = WholePromptAdmission.refuses
+
+    def refuses(self: WholePromptAdmission, seq: Sequence, view: SchedulingView) -> Refusal | None:
+        if seq.order == 3:
+            raise ValueError("lost count")
+        return whole(self, seq, view)
+
+    monkeypatch.setattr(WholePromptAdmission, "refuses", refuses)
+    assert main([*QUICK, "max_num_seqs=2"]) == 1
+    said = capsys.readouterr()
+    line = re.fullmatch(
+        r"error: admission=whole_prompt \(WholePromptAdmission\), step (\d+), <(\S+) WAITING 0/\d+ tokens>: "
+        r"raised ValueError: lost count\n",
+        said.err,
+    )
+    assert line, said.err
+    assert "(failed)" in said.out
+    (run,) = recorded(tmp_path)
+    assert json.loads((run / "run.json").read_text())["status"] == "failed"
+    tables = read_tables(run)
+    assert tables["steps"]["step"].to_pylist() == list(range(int(line[1])))
+    status = dict(
+        zip(*(tables["requests"][name].to_pylist() for name in ("request_id", "status")), strict=True)
+    )
+    assert len(status) == 6
+    assert status[line[2]] == "unfinished"
+    assert "finished" in status.values()
+    assert (run / "spans.jsonl").exists()
 
 
 def test_a_run_that_served_nobody_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,15 @@ import pytest
 import yaml
 
 from kvengine import hookspecs, policies
+from kvengine.analysis.bound import ADVICE
 from kvengine.assemble import blueprint
 from kvengine.cli import COMMANDS
+from kvengine.combinations import RULES, WORKLOAD_RULES
 from kvengine.compose import composer, conf_dir
 from kvengine.config import from_mapping
 from kvengine.core.errors import ConfigError
 from kvengine.core.reasons import Reason
+from kvengine.engine.policy_set import KINDS as POLICY_KINDS
 from kvengine.kv.sizing import KvConfig
 from kvengine.registry import KINDS, discover
 from kvengine.telemetry.config import TelemetryConfig
@@ -29,6 +32,7 @@ import structure
 ROOT = structure.ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+SCHEDULING = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
 GROUPS = ["kv", "telemetry", *KINDS]
 
 
@@ -92,6 +96,9 @@ def test_every_yaml_composes_and_assembles(group: str) -> None:
         ("workload", "mooncake"): [f"workload.path={ROOT / 'tests/mooncake_tiny.jsonl'}"],
         ("model", "hf"): ["model.path=nowhere/at-all"],
         ("executor", "null"): [],
+        ("preemption", "swap"): ["engine.num_host_blocks=4"],
+        ("preemption", "auto"): ["engine.num_host_blocks=4"],
+        ("preemption", "never"): ["allocator=contiguous_max"],
     }
     with composer() as compose:
         for choice in choices(group):
@@ -102,6 +109,28 @@ def test_every_yaml_composes_and_assembles(group: str) -> None:
                 assert config["model"]["path"] == "nowhere/at-all"
                 continue
             assert blueprint(config, registry).kv.num_blocks > 0
+
+
+def test_the_page_on_scheduling_has_every_rule_as_it_is_said() -> None:
+    names = dict.fromkeys((*POLICY_KINDS, "workload"), "NAME")
+    for rule in (*RULES, *WORKLOAD_RULES):
+        assert f"| `{rule.kind}=NAME` | {rule.problem.format(**names)} |" in SCHEDULING
+    assert SCHEDULING.count("=NAME` |") == len(RULES) + len(WORKLOAD_RULES)
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_the_page_on_scheduling_has_every_reason_and_what_to_try(reason: Reason) -> None:
+    (row,) = re.findall(rf"^\| `{reason}` \| (.+) \| (.+) \|$", SCHEDULING, re.MULTILINE)
+    when, what_to_try = row
+    assert when
+    if reason in ADVICE:
+        assert ADVICE[reason].endswith(f"; {what_to_try}") or ADVICE[reason].endswith(f"; try {what_to_try}")
+
+
+def test_the_page_on_scheduling_has_every_victim_and_every_way_to_leave() -> None:
+    for kind in ("victim", "preemption"):
+        for name in choices(kind):
+            assert f"| `{name}` |" in SCHEDULING
 
 
 def test_every_reason_is_used() -> None:

@@ -1,7 +1,8 @@
-"""Admission and scheduling: cases C1, C2, C3, C4 and C6 of known-failures.md, with variants of our own."""
+"""Admission and scheduling: cases C1 to C7 of known-failures.md, with variants of our own."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -365,6 +366,42 @@ def test_c4_chunks_of_two_prompts_share_the_budget():
     }
 
 
+# ---- C5: prefill does not starve decode
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "prefill_budgeted"])
+def test_c5_decoder_has_a_token_in_each_step_of_a_long_prefill(scheduler):
+    engine = engine_with(scheduler, block_size=4, max_num_batched_tokens=16, prefix_cache=NO_CACHE)
+    add(engine, "decoder", 4, 30)
+    engine.step()
+    add(engine, "long", 200, 1)
+    engine.run()
+    prefill = [step for step in engine.log.steps if "long" in step.scheduled]
+    assert [step.scheduled["long"] for step in prefill] == [*[15] * 13, 5]
+    assert all(step.scheduled["decoder"] == 1 and "decoder" in step.sampled for step in prefill)
+    assert all(sum(step.scheduled.values()) <= 16 for step in engine.log.steps)
+    assert engine.outputs["decoder"] == checksum_output(prompt_of(4), 30)
+
+
+@pytest.mark.parametrize(("cap", "gap"), [(2, 3), (1, 2), (None, 11)])
+def test_c5_a_cap_on_consecutive_prefills_bounds_the_gap_between_tokens(cap, gap):
+    """Prefill first, ten prompts of a step each: without a cap the decoder waits for them all."""
+    engine = TestEngine(
+        registry=REGISTRY,
+        policies={"scheduler": "continuous"},
+        settings={"scheduler": {"max_consecutive_prefills": cap}},
+        max_num_batched_tokens=256,
+        prefix_cache=NO_CACHE,
+    )
+    add(engine, "decoder", 4, 30)
+    engine.step()
+    for i in range(10):
+        add(engine, f"p{i}", 200, 2)
+    engine.run()
+    sampled = [step.step for step in engine.log.steps if "decoder" in step.sampled]
+    assert max(later - earlier for earlier, later in pairwise(sampled)) == gap
+
+
 # ---- C6: nonsense limits fail at start, by name
 
 
@@ -449,3 +486,114 @@ def test_c6_valid_sizes_really_run(scheduler, allocator, block_size):
     outputs = engine.run()
     assert outputs == {"r/0": checksum_output(prompt_of(9), 7), "r/1": checksum_output(prompt_of(9), 7)}
     assert_pool_is_free(engine)
+
+
+# ---- C7: priority inversion at the slot limit
+
+
+def priority_engine(scheduler: str, priorities: list[int], **config: Any) -> TestEngine:
+    """Two seats, and a request `p0`, `p1`, ... of each priority, all in the engine from the start."""
+    engine = TestEngine(
+        registry=REGISTRY,
+        policies={"scheduler": scheduler, "queue": "priority"},
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=2,
+        **config,
+    )
+    for i, priority in enumerate(priorities):
+        add_urgent(engine, f"p{i}", priority, 9)
+    return engine
+
+
+def add_urgent(engine: TestEngine, name: str, priority: int, max_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    prompt = tuple(prompt_of(6 + len(engine.outputs)))
+    now = engine.engine.clock.now()
+    request = Request(id=name, prompt_token_ids=prompt, sampling=sampling, priority=priority, arrival_ns=now)
+    engine.engine.add_request(request)
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+@pytest.mark.parametrize("scheduler", ["chunked", "continuous"])
+def test_c7_the_urgent_one_takes_the_seat_of_the_later_one(scheduler, cache):
+    engine = priority_engine(scheduler, [5, 5], prefix_cache=PrefixCacheConfig(mode=cache))
+    for _ in range(4):
+        engine.step()
+    add_urgent(engine, "urgent", 1, 3)
+    engine.step()
+    step = engine.log.steps[-1]
+    assert "urgent" in step.scheduled
+    assert "urgent" in step.sampled
+    assert step.preempted == ("p1",)
+    engine.run(max_steps=40)
+    assert engine.log.num_preemptions == 1
+    for seq in engine.log.finished_sequences:
+        assert engine.outputs[seq.id] == checksum_output(seq.request.prompt_token_ids, seq.num_output_tokens)
+        assert seq.num_output_tokens == (3 if seq.id == "urgent" else 9)
+    assert_pool_is_free(engine)
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "continuous"])
+@pytest.mark.parametrize("newcomer", [5, 6])
+def test_c7_only_a_strictly_higher_priority_takes_a_seat(scheduler, newcomer):
+    engine = priority_engine(scheduler, [5, 5])
+    for _ in range(4):
+        engine.step()
+    add_urgent(engine, "no more urgent", newcomer, 3)
+    engine.run(max_steps=40)
+    assert engine.log.num_preemptions == 0
+    assert [seq.id for seq in engine.log.finished_sequences] == ["p0", "p1", "no more urgent"]
+
+
+def test_c7_variant_ageing_moves_the_order_and_not_who_takes_a_seat():
+    """Ours: one that has waited long is the head before an urgent one, but displaces nobody; and when it gets a seat
+    its static priority counts again, so that the urgent one behind it takes that in the same plan."""
+    engine = TestEngine(
+        registry=REGISTRY,
+        policies={"queue": "priority"},
+        settings={"queue": {"ageing_s": 0.01}},  # a level for each step
+        max_num_seqs=1,
+    )
+    add_urgent(engine, "runs", 2, 14)
+    engine.step()
+    add_urgent(engine, "old", 3, 3)  # from 10 ms on, which is worth as much as 0 from 40 ms on
+    for _ in range(10):
+        engine.step()
+    add_urgent(engine, "young", 0, 2)
+    engine.step()
+    assert [seq.id for seq in engine.engine.context.waiting] == ["old", "young"]
+    engine.run(max_steps=60)
+    steps = engine.log.steps
+    assert [name for step in steps[:14] for name in step.scheduled] == ["runs"] * 14
+    assert [name for step in steps[14:] for name in step.scheduled] == ["young", "young", "old", "old", "old"]
+    assert [step.step for step in steps if step.preempted == ("old",)] == [14]
+    assert engine.finish_reasons == dict.fromkeys(("runs", "old", "young"), "length")
+
+
+# ---- C8: request ids
+
+
+def test_c8_a_live_id_is_refused_and_the_first_is_unaffected():
+    engine = TestEngine()
+    engine.add("x", [1, 2, 3], 3)
+    engine.step()
+    with pytest.raises(RequestError, match="this id is in use"):
+        engine.add("x", [9, 9], 3)
+    assert engine.run() == {"x": [20, 104, 127]}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["waiting", "prefilled", "decoding"])
+def test_c8_an_abort_does_not_kill_who_takes_over_the_id(steps):
+    engine = TestEngine(block_size=4, num_blocks=8)
+    engine.add("x", range(1, 9), 8)
+    for _ in range(steps):
+        engine.step()
+    engine.engine.abort("x")
+    engine.outputs.clear()
+    engine.add("x", [1, 2, 3], 3)
+    assert engine.run() == {"x": [20, 104, 127]}
+    assert [seq.finish_reason for seq in engine.log.finished_sequences] == ["abort", "length"]
+    context = engine.engine.context
+    assert context.num_free_blocks == 8
+    assert context.num_running == len(context.line) == 0

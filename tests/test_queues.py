@@ -30,7 +30,7 @@ REGISTRY = discover()
 QUEUES = REGISTRY.names("queue")
 NO_CACHE = PrefixCacheConfig(mode="off")
 S = 1_000_000_000
-FAST = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 class Table:
@@ -615,7 +615,7 @@ def unlike_asks(chance: random.Random) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("scheduler", ["chunked", "continuous", "static"])
 def test_fair_keeps_the_published_bound(scheduler: str) -> None:
-    @settings(max_examples=20, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None)
     @given(
         seed=st.integers(0, 2**32),
         num_blocks=st.integers(12, 20),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvengine.core.errors import ConfigError
 from kvengine.core.plan import Idle
+from kvengine.core.shapes import PrefixCacheConfig
 from kvengine.registry import discover
+from kvengine.testing.cases import Case, cases, check_nothing_is_left, check_outputs, drive, steps_one_by_one
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import checksum_output
 
@@ -223,6 +227,119 @@ def test_nonsense_settings_fail_by_name(setting, value):
     with pytest.raises(ConfigError) as error:
         static_engine(settings={setting: value})
     assert error.value.key == f"scheduler.{setting}"
+
+
+# ---- a batch that is stopped for a newcomer
+
+NO_CACHE = PrefixCacheConfig(mode="off")
+
+
+def restarting(**config) -> TestEngine:
+    chosen = {"mode": "restart", **config.pop("settings", {})}
+    return static_engine(settings=chosen, **{"max_num_seqs": 4, "prefix_cache": NO_CACHE, **config})
+
+
+def test_newcomer_has_the_batch_formed_again_and_everybody_pays():
+    engine = restarting()
+    add(engine, "a", 4, 5)
+    engine.step()
+    engine.step()
+    add(engine, "b", 2, 2)
+    engine.run()
+    # a computes 4 + 2 tokens again, and b is padded to them. One step is the plan in which all were stopped.
+    assert scheduled(engine) == [{"a": 4}, {"a": 1}, {}, {"a": 6, "b": 2}, {"a": 1, "b": 1}, {"a": 1}]
+    assert [step.preempted for step in engine.log.steps] == [(), (), ("a",), (), (), ()]
+    assert padding(engine) == [0, 0, 0, 4, 0, 0]
+    assert idle_rows(engine) == [0, 0, 0, 0, 0, 1]
+    assert engine.outputs == {
+        "a": checksum_output(prompt_of("a", 4), 5),
+        "b": checksum_output(prompt_of("b", 2), 2),
+    }
+    assert {seq.id: seq.num_recomputed_tokens for seq in engine.log.finished_sequences} == {"a": 5, "b": 0}
+
+
+def test_finished_rows_are_handed_over_when_the_batch_restarts():
+    engine = restarting()
+    add(engine, "a", 4, 1)
+    add(engine, "b", 4, 6)
+    engine.step()
+    engine.step()
+    assert engine.outputs == {}
+    add(engine, "c", 4, 1)
+    engine.step()
+    assert list(engine.outputs) == ["a"]
+    assert [step.pool.num_held for step in engine.log.steps] == [1, 1, 0]
+    engine.run()
+    assert scheduled(engine)[3] == {"b": 6, "c": 4}
+
+
+def test_no_restart_without_a_row_for_the_newcomer():
+    engine = restarting(settings={"batch_size": 2})
+    add(engine, "a", 4, 2)
+    add(engine, "b", 4, 4)
+    engine.step()
+    add(engine, "c", 4, 1)
+    engine.run()
+    # The row of a is free when it has ended, in step 1.
+    assert scheduled(engine)[:4] == [{"a": 4, "b": 4}, {"a": 1, "b": 1}, {}, {"b": 6, "c": 4}]
+
+
+def test_newcomer_that_memory_refuses_stops_the_batch_only_once():
+    engine = restarting(num_blocks=3, block_size=4)
+    add(engine, "a", 4, 8)
+    engine.step()
+    add(engine, "b", 8, 1)
+    engine.run()
+    assert [step.preempted for step in engine.log.steps].count(("a",)) == 1
+    assert list(scheduled(engine)[-1]) == ["b"]
+
+
+def test_restarted_batch_does_not_wait_for_more():
+    engine = restarting(settings={"batch_size": 3, "max_wait_s": 1.0})
+    for name, new in [("a", 4), ("b", 1), ("c", 1)]:
+        add(engine, name, 4, new)  # a full batch
+    engine.step()
+    add(engine, "d", 4, 2)
+    engine.run()
+    assert scheduled(engine)[1:3] == [{}, {"a": 5, "d": 4}]
+    assert max(t.finished_ns for t in times_by_id(engine).values()) == 4 * STEP_NS
+
+
+def test_no_restart_before_every_row_has_gained_a_token():
+    engine = restarting(settings={"deliver": "token"})
+    add(engine, "a", 4, 6)
+    engine.step()
+    engine.fork("branch", "a", [], 6)
+    add(engine, "b", 4, 2)
+    engine.run()
+    assert scheduled(engine)[:3] == [{"a": 4}, {"a": 1, "branch": 1}, {}]
+    assert engine.log.steps[2].preempted == ("a", "branch")
+
+
+def test_who_was_aborted_stops_nobody():
+    engine = restarting()
+    add(engine, "a", 4, 4)
+    engine.step()
+    add(engine, "b", 4, 2)
+    engine.engine.abort("b")
+    engine.run()
+    assert engine.log.num_preemptions == 0
+
+
+@pytest.mark.parametrize("mode", ["collect", "restart"])
+def test_only_the_mode_that_restarts_preempts(mode):
+    assert static_engine(settings={"mode": mode}).engine.context.scheduler.preempts == (mode == "restart")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(False), deliver=st.sampled_from(["batch_end", "token"]), size=st.none() | st.integers(1, 4))
+def test_restarts_cost_time_and_nothing_else(case: Case, deliver: str, size: int | None):
+    engine = static_engine(
+        settings={"mode": "restart", "deliver": deliver, "batch_size": size}, **case.limits
+    )
+    delivered = drive(engine, case, max_steps=30 + 4 * steps_one_by_one(case, chunks=False))
+    check_outputs(engine, case, delivered)
+    check_nothing_is_left(engine)
 
 
 # ---- a batch larger than the budget

@@ -353,6 +353,17 @@ def test_the_reason_that_kept_requests_waiting_is_named(reason: str, settings: d
     assert bound_line(tables).endswith(f"{ADVICE[Reason(reason)]}.")
 
 
+def test_every_reason_that_can_keep_somebody_waiting_has_an_advice() -> None:
+    without = {
+        Reason.HEAD_OF_LINE,  # follows from the reason of the one who stands first
+        Reason.PREEMPTED_FOR,  # says why somebody left; while it waits it has a reason like all others
+        Reason.STEP_IN_PROGRESS,  # is what a wait begins with, before a plan could give a reason
+        Reason.NEVER_FITS,  # ends a request as it is added
+    }
+    assert set(ADVICE) == set(Reason) - without
+    assert all("; " in advice for advice in ADVICE.values()), "what it means, and what to do"
+
+
 def test_a_run_that_nothing_bound() -> None:
     _, tables, _ = run(Work(("a", 8, 6, 0), ("b", 8, 6, 100)))
     assert bound_line(tables) == "Bound by: the model and the arrivals alone; no limit kept requests waiting."

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -257,6 +257,24 @@ def test_synthetic_prompts_cover_the_vocabulary_without_end_tokens() -> None:
     assert {token for r in requests for token in r.prompt_token_ids} == {*range(256), 257}
 
 
+def test_synthetic_draws_tenants_and_priorities_by_their_shares() -> None:
+    """Of 2,000 draws, within four standard errors of 3/4 (0.039); nothing else changes by it."""
+    base = list(make("synthetic", num_requests=2_000).requests())
+    assert {(r.tenant, r.priority) for r in base} == {(None, 0)}
+    workload = make("synthetic", num_requests=2_000, tenants=[3, 1], priorities=[0, 0.5, 1.5])
+    drawn_by = list(workload.requests())
+    assert drawn_by == list(workload.requests())
+    assert {r.tenant for r in drawn_by} == {"tenant0", "tenant1"}
+    assert abs(sum(r.tenant == "tenant0" for r in drawn_by) / 2_000 - 0.75) < 0.039
+    assert {r.priority for r in drawn_by} == {1, 2}
+    assert abs(sum(r.priority == 2 for r in drawn_by) / 2_000 - 0.75) < 0.039
+    both = sum(r.tenant == "tenant0" and r.priority == 2 for r in drawn_by) / 2_000
+    assert abs(both - 0.75 * 0.75) < 0.045  # one says nothing about the other
+    assert [replace(r, tenant=None, priority=0) for r in drawn_by] == base
+    one = make("synthetic", num_requests=3, tenants=[2]).requests()
+    assert [r.tenant for r in one] == ["tenant0"] * 3
+
+
 LEN, ARR = "workload.prompt_len", "workload.arrival"
 UNIFORM, EXPONENTIAL = {"distribution": "uniform", "min": 1, "max": 9}, {"distribution": "exponential"}
 
@@ -296,6 +314,10 @@ UNIFORM, EXPONENTIAL = {"distribution": "uniform", "min": 1, "max": 9}, {"distri
     ("synthetic", {"output_len": {**EXPONENTIAL, "mean": 9999, "max": 9, "above_max": "redraw"}},
      "workload.output_len.above_max"),
     ("synthetic", {"output_len": {"mean": float("inf")}}, "workload.output_len.mean"),
+    ("synthetic", {"tenants": [1.0, -1.0]}, "workload.tenants"),
+    ("synthetic", {"tenants": [0, 0]}, "workload.tenants"),
+    ("synthetic", {"priorities": [float("inf")]}, "workload.priorities"),
+    ("synthetic", {"priorities": ["high"]}, "workload.priorities[0]"),
     ("synthetic", {"sampling": {"temperature": -1.0}}, "workload.sampling.temperature"),
     ("synthetic", {"sampling": {"stop_token_ids": [3]}}, "workload.sampling.stop_token_ids"),
     ("prompts", {"sampling": {"stop_token_ids": [258]}}, "workload.sampling.stop_token_ids"),
@@ -335,6 +357,7 @@ GOOD = b'{"prompt": "a"}\n'
     (b'{"prompt": "a", "id": ""}', "id='': must be printable and not empty"),
     (b'{"prompt": "a", "max_tokens": "ten"}', "max_tokens='ten': must be a whole number"),
     (b'{"prompt": "a", "n": true}', "n=True: must be a whole number"),
+    (b'{"prompt": "a", "priority": "high"}', "priority='high': must be a whole number"),
     (b'{"prompt": "a", "seed": 1.5}', "seed=1.5: must be a whole number"),
     (b'{"prompt": "a", "temperature": "0"}', "temperature='0': must be a number"),
     (b'{"prompt": "a", "top_p": NaN}', "is not JSON: NaN is no number"),
@@ -415,6 +438,8 @@ def test_whose_request_it_is_and_whether_all_lengths_are_known(write: Any) -> No
     assert make("jsonl", path=path, num_requests=2).knows_lengths
     assert not make("prompts").knows_lengths
     assert not make("jsonl", path=write([{"prompt": "a"}, {"prompt": "a", "output_tokens": 1}])).knows_lengths
+    urgent = make("jsonl", path=write([{"prompt": "a", "priority": -2}, {"prompt": "b"}]))
+    assert [r.priority for r in urgent.requests()] == [-2, 0]
     nothing = write([{"prompt": "a", "tenant": ""}])
     assert refused("jsonl", path=nothing).problem == "line 1: tenant='': must be printable and not empty"
 

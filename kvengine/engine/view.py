@@ -37,9 +37,9 @@ class EngineView:
 
     @property
     def heads(self) -> Iterator[Sequence]:
-        seen: set[tuple[Sequence, bool]] = set()  # one that is deferred may be the head once more
-        while (head := self.line.head()) is not None and (key := (head, head.deferred)) not in seen:
-            seen.add(key)
+        seen: set[Sequence] = set()
+        while (head := self.line.head()) is not None and head not in seen:
+            seen.add(head)
             yield head
 
     @property
