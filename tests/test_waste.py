@@ -46,7 +46,7 @@ class Work(Workload):
         for ordinal, (prompt, new, arrival, tenant, priority) in enumerate(self._work):
             yield Request(
                 id=f"r{ordinal}",
-                prompt_token_ids=(ordinal + 1, *range(100, 99 + prompt)),
+                prompt_token_ids=(ordinal % 200, *range(100, 99 + prompt)),
                 sampling=SamplingParams(temperature=0.0),
                 arrival_ns=round(arrival * MS),
                 known_output_tokens=new,

@@ -8,6 +8,7 @@ Loaded by every pytest where kvengine is installed, so it imports nothing until 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ KINDS = (
     "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "predictor", "attention"
 )  # fmt: skip
 """The kinds that it checks."""
+CHOSEN = pytest.StashKey[list["Entry"]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,39 +41,48 @@ def pytest_configure(config: pytest.Config) -> None:
     """Run the suite instead of what would be collected, or beside the paths that were named."""
     if config.getoption(OPTION) is None:
         return
+    config.stash[CHOSEN] = chosen(config.getoption(OPTION))
     named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
     config.args = [str(SUITE), *named]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per plug-in for whoever asks for `plugin`, of the kinds that it names in `KINDS_OF[name]`."""
-    module = metafunc.function.__globals__
-    if module["__name__"].rpartition(".")[2] != SUITE.stem:
+    """One test per plug-in for whoever asks for `plugin`, of the kinds that the suite names in `KINDS_OF`."""
+    if metafunc.definition.path != SUITE:
         return
-    kinds = module["KINDS_OF"].get(metafunc.function.__name__, KINDS)
-    entries = [entry for entry in _chosen(metafunc.config) if entry.kind in kinds]
+    kinds = metafunc.module.KINDS_OF.get(metafunc.definition.originalname, KINDS)
+    entries = [entry for entry in metafunc.config.stash[CHOSEN] if entry.kind in kinds]
     metafunc.parametrize("plugin", entries, ids=[f"{entry.kind}={entry.name}" for entry in entries])
 
 
-def _chosen(config: pytest.Config) -> list[Entry]:
-    """The entries that the option names; UsageError when there is none."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Drop the tests of kinds that nobody asked for, which pytest would count as skipped."""
+    items[:] = [item for item in items if item.path != SUITE or "NOTSET" not in item.name]
+
+
+def chosen(given: list[str]) -> list[Entry]:
+    """The entries that the option names, all that do not come with kvengine for ""; UsageError when there is none."""
     from kvengine.core.errors import ConfigError
     from kvengine.registry import discover, own_distribution
 
+    if find_spec("hypothesis") is None:
+        raise pytest.UsageError(f"{OPTION}: needs hypothesis, as in: pip install 'kvengine[test]'")
     registry = discover()
-    words = [word for word in config.getoption(OPTION) or [] if word]
+    words = [word for word in given if word]
     if not words:
         found = [
             entry for entry in registry if entry.distribution != own_distribution() and entry.kind in KINDS
         ]
         if not found:
-            raise pytest.UsageError(f"{OPTION}: no plug-in is installed that does not come with kvengine")
+            problem = "no plug-in is installed that does not come with kvengine" + registry.broken_hint("")
+            raise pytest.UsageError(f"{OPTION}: {problem}")
         return found
     found = []
     for word in words:
         kind, _, name = word.partition("=")
         if kind not in KINDS:
-            raise pytest.UsageError(f"{OPTION} {word}: KIND=NAME, where KIND is one of {', '.join(KINDS)}")
+            problem = f"KIND=NAME, where KIND is one of {', '.join(KINDS)}; paths go before it"
+            raise pytest.UsageError(f"{OPTION} {word}: {problem}")
         try:
             found.append(registry.get(kind, name))
         except ConfigError as error:
