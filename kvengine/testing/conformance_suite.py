@@ -56,8 +56,11 @@ KINDS_OF = {
     "test_it_computes_what_the_reference_computes": ("attention",),
 }
 """The kinds that a test is for; all where it is not named."""
-NEEDS: dict[str, dict[str, str]] = {"predictor": {"queue": "shortest_job"}}
-"""The policies without which one of that kind is never asked."""
+NEEDS: dict[str, dict[str, str]] = {
+    "predictor": {"queue": "shortest_job"},
+    "preemption=never": {"admission": "reserve_worst_case"},
+}
+"""The policies without which one of that kind, or of that name, is never asked or makes no sense."""
 Check = Callable[[Case, str, int], None]
 """Raises over a workload, under that scheduler and within so many steps, what is wrong."""
 
@@ -76,13 +79,16 @@ def registry() -> Registry:
 
 def policies_with(plugin: Entry, scheduler: str) -> dict[str, str]:
     """`plugin`, what it takes for it to matter, and `scheduler` unless it is one itself; the rest are defaults."""
-    return {"scheduler": scheduler, **NEEDS.get(plugin.kind, {}), plugin.kind: plugin.name}
+    kind = plugin.kind
+    needs = {**NEEDS.get(kind, {}), **NEEDS.get(f"{kind}={plugin.name}", {})}
+    return {"scheduler": scheduler, **needs, kind: plugin.name}
 
 
 def build(plugin: Entry, limits: dict[str, Any], scheduler: str, of: type[TestEngine] = TestEngine) -> Any:
     """An engine with `plugin` and a prefix cache; a Fault where it cannot be built."""
     with faults_named(plugin):
         try:
+            limits = {"num_host_blocks": 1, **limits}
             return of(policies=policies_with(plugin, scheduler), registry=registry(), **limits)
         except ConfigError as error:
             raise AssertionError(f"cannot be built with its defaults: {error}") from error
