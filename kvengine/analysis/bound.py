@@ -14,7 +14,7 @@ ADVICE: dict[str, str] = {
     Reason.NO_TOKEN_BUDGET: "the token budget of a step was spent; try a higher max_num_batched_tokens",
     Reason.AFTER_PREEMPTION: "KV memory ran out while running; try a lower max_num_seqs or a larger pool",
     Reason.NO_SWAP_SPACE: "host memory for swapping was full; try a larger swap_space_bytes",
-    Reason.WATERMARK: "admission kept blocks free for those that run; try a lower admission.watermark, or a larger pool",
+    Reason.WATERMARK: "admission kept blocks free for those that run; try a lower admission.watermark or more memory",
     Reason.PREFILL_INTERVAL: "steps were kept for decodes; try a smaller prefill_interval, or a higher "
     "max_consecutive_prefills, of the scheduler",
     Reason.PARTIAL_PREFILLS: "prompts waited for others to be prefilled; try a higher scheduler.max_partial_prefills",
@@ -31,16 +31,11 @@ NEGLIGIBLE = 0.05
 """A reason that held in a smaller share of steps did not bind."""
 
 
-FOLLOWS_FROM_ANOTHER = (Reason.HEAD_OF_LINE,)
-"""What holds only where the one who stands first has a reason of its own, which is what bound the run."""
-
-
 def bound_line(tables: dict[str, pa.Table]) -> str:
     """The reason that kept requests waiting in most steps, as a sentence."""
     if not len(tables["steps"]):
         return "Bound by: nothing; no request ran."
-    found = steps_by_reason(tables["decisions"])
-    shares = {reason: len(steps) for reason, steps in found.items() if reason not in FOLLOWS_FROM_ANOTHER}
+    shares = {reason: len(steps) for reason, steps in steps_by_reason(tables["decisions"]).items()}
     shares.pop(Reason.HEAD_OF_LINE, None)  # they waited for what the head waited for
     num_steps = max(len(tables["steps"]), 1)
     reason = max(shares, key=lambda name: shares[name], default="")
