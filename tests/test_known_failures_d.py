@@ -277,9 +277,8 @@ def test_d3_five_requests_end_under_pressure(scheduler, victim, num_blocks, max_
     assert len(engine.log.steps) <= max_steps
     assert engine.log.num_preemptions <= max_preemptions
     empty = [step for step in engine.log.steps if not step.scheduled]
-    if BUILT[
-        scheduler
-    ].preempts:  # the last that ran gave way to who enters in the next plan; it takes no time
+    if BUILT[scheduler].preempts:
+        # The last that ran gave way to whoever enters in the next plan; a step without rows takes no time.
         empty = [step for step in empty if not step.preempted]
     assert not empty
     assert_whole_and_free(engine, num_sequences=5, num_new=8)

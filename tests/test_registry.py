@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvengine.core.errors import ConfigError
+from kvengine.hookspecs import API_VERSION
 from kvengine.registry import KINDS, Registry, discover
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import checksum_output
@@ -113,6 +114,12 @@ def test_a_package_for_older_contracts_says_what_to_read_and_what_to_write_where
     file = tmp_path / f"{name}.py"
     said = ['docs/plugins.md, "API version"', f"then write KVENGINE_API = 1 in {file}"]
     assert_broken(discover(), name, says, *said)
+
+
+def test_the_guide_says_what_every_version_of_the_contracts_holds():
+    guide = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    section = guide.partition("## API version")[2]
+    assert all(f"\n| {version} | " in section for version in range(1, API_VERSION + 1))
 
 
 def test_unknown_hook_name(install):

@@ -349,14 +349,12 @@ def test_what_says_something_is_printed(
     ):
         assert label in said, label
     assert "priority" not in said
-    assert main([*words, "-m", "scheduler=continuous,chunked"]) == 0
+    assert main([*words, "-m", "scheduler=continuous,chunked", "slo.ttft_ms=1"]) == 0
     table = capsys.readouterr().out.split("All variants")[1]
     assert "stall ms" in table
-    assert "good" not in table
+    assert "good-" in table, "none is an answer"
     assert "%)" in table, "tokens computed again"
     assert all(len(line) <= 140 for line in table.splitlines())
-    assert main([*words, "-m", "scheduler=continuous,chunked", "slo.ttft_ms=1"]) == 0
-    assert "good-" in capsys.readouterr().out.split("All variants")[1], "none is an answer"
 
 
 @pytest.mark.parametrize(("word", "says"), [("slo.ttft_ms=0", "positive"), ("slo.tpot_ms=x", "number"),

@@ -24,6 +24,7 @@ from kvengine.core.decision import Action, Decision
 from kvengine.core.errors import RequestError
 from kvengine.core.plan import StepPlan, StepResult
 from kvengine.core.reasons import Reason, Refusal, Verdict
+from kvengine.core.request import Request, SamplingParams
 from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.engine.recording import NullRecorder, PoolState
 from kvengine.policies import Mechanism, Preemption
@@ -90,7 +91,9 @@ class Tee:
 class Recorded:
     """An engine with a recorder and a diary, driven by hand."""
 
-    def __init__(self, sink: Any = None, **settings: Any) -> None:
+    def __init__(self, sink: Any = None, *, by_priority: bool = False, **settings: Any) -> None:
+        """`by_priority`: of three requests in a row each is more urgent than the one before."""
+        self._by_priority = by_priority
         self.test_engine = TestEngine(registry=registry(), **settings)
         self.recorder = ColumnRecorder(sink)
         self.diary = Diary()
@@ -105,7 +108,7 @@ class Recorded:
     def run(self, work: list[tuple[int, str, int, int, int]], aborts: dict[int, str]) -> Timeline:
         """Add each of `work` (step, id, prompt, new tokens, choices) before that step, abort at others; then finish.
 
-        The clock moves by an odd number of ns before an arrival, so that they fall between plans.
+        They arrived an odd number of ns before, so that no plan was made at that moment.
         """
         engine, clock = self.test_engine.engine, self.test_engine.engine.clock
         last = max([step for step, *_ in work] + [*aborts, 0])
@@ -121,12 +124,14 @@ class Recorded:
         return Timeline(self.tables)
 
     def _add(self, request_id: str, prompt: range, new: int, n: int, arrival_ns: int) -> None:
-        clock = self.test_engine.engine.clock
-        now, clock.now = clock.now, lambda: arrival_ns  # type: ignore[method-assign]
-        try:
-            self.test_engine.add(request_id, [token % 250 for token in prompt], new, n=n)
-        finally:
-            clock.now = now  # type: ignore[method-assign]
+        request = Request(
+            id=request_id,
+            prompt_token_ids=tuple(token % 250 for token in prompt),
+            sampling=SamplingParams(max_tokens=new, temperature=0.0, n=n),
+            arrival_ns=arrival_ns,
+            priority=-(prompt.start % 3) if self._by_priority else 0,
+        )
+        self.test_engine.engine.add_request(request)
 
 
 def check_sums(timeline: Timeline) -> None:
@@ -198,6 +203,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
                "max_num_seqs": 3, **PRESSED},
     "contiguous": {"policies": {"allocator": "contiguous_max"}, "num_blocks": 24, "block_size": 4,
                    "max_model_len": 32},
+    "mlfq": {"policies": {"scheduler": "mlfq"}, "settings": {"scheduler": {"quantum": 1, "levels": 3}},
+             "max_num_seqs": 2, "by_priority": True, **PRESSED},
+    "slo_refuse": {"policies": {"admission": "slo"}, "settings": {"admission": {"ttft_ms": 15.0}},
+                   "max_num_seqs": 2, **PRESSED},
+    "slo_defer": {"policies": {"admission": "slo"}, "settings": {"admission": {"ttft_ms": 15.0, "late": "defer"}},
+                  "max_num_seqs": 2, **PRESSED},
+    "priority": {"policies": {"queue": "priority", "victim": "lowest_priority", "preemption": "swap"},
+                 "max_num_seqs": 2, "num_host_blocks": 5, "by_priority": True, **PRESSED},
+    "never": {"policies": {"admission": "reserve_worst_case", "preemption": "never"}, "num_blocks": 12,
+              "block_size": 4},
 }  # fmt: skip
 WORK = st.lists(
     st.tuples(
@@ -209,7 +224,7 @@ WORK = st.lists(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(work=WORK, aborts=st.dictionaries(st.integers(0, 14), st.integers(0, 8), max_size=2))
 def test_every_nanosecond_of_every_request_is_accounted_for(
     name: str, work: list[tuple[int, str, int, int]], aborts: dict[int, int]
@@ -377,35 +392,40 @@ def test_what_was_stated_for_all_is_summed_as_if_moment_by_moment(
 # ---- the command
 
 
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight requests of two choices each."""
+    path = tmp_path_factory.mktemp("traces") / "2026-12-01_10-00-00"
+    assert main([*QUICK, "scheduler=chunked", "workload.sampling.n=2", f"hydra.run.dir={path}"]) == 0
+    return path
+
+
 @pytest.fixture
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded(one_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """It, as the only run in traces/ of where we are."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "checkout", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
+    shutil.copytree(one_run, tmp_path / "traces" / one_run.name)
+    return Path("traces") / one_run.name
 
 
-@pytest.mark.usefixtures("_in_a_folder_of_its_own")
 class TestCommand:
     def why(self, capsys: pytest.CaptureFixture[str], *words: str) -> str:
         capsys.readouterr()
         assert main(["why", *words]) == 0
         return capsys.readouterr().out
 
-    def recorded(self) -> Path:
-        assert main([*QUICK, "scheduler=chunked", "workload.sampling.n=2"]) == 0
-        [run] = Path("traces").iterdir()
-        return run
-
-    def test_by_name_by_path_and_the_latest(self, capsys: pytest.CaptureFixture[str]) -> None:
-        run = self.recorded()
-        said = {self.why(capsys, where, "r3") for where in ("latest", run.name, str(run))}
+    def test_by_name_by_path_and_the_latest(self, recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        said = {self.why(capsys, where, "r3") for where in ("latest", recorded.name, str(recorded))}
         assert len(said) == 1
         [text] = said
         assert [line.split(":")[0] for line in text.splitlines() if line[0] != " "] == ["r3", "r3/1"]
         assert self.why(capsys, "latest", "r3/1") == text[text.index("r3/1:") :]
 
-    def test_json_holds_parts_that_sum_to_the_latency(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.recorded()
+    def test_json_holds_parts_that_sum_to_the_latency(
+        self, recorded: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         for number in range(8):
             said = json.loads(self.why(capsys, "latest", f"r{number}", "--json"))
             assert [choice["choice"] for choice in said["choices"]] == [0, 1]
@@ -427,9 +447,8 @@ class TestCommand:
         ],
     )
     def test_a_mistake_is_one_line(
-        self, words: str, begins: str, says: str, capsys: pytest.CaptureFixture[str]
+        self, words: str, begins: str, says: str, recorded: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        self.recorded()
         capsys.readouterr()
         assert main(["why", *words.split()]) == 2
         said = capsys.readouterr()
@@ -438,21 +457,25 @@ class TestCommand:
         assert said.err.count("\n") == 1
         assert said.out == ""
 
-    def test_a_mistyped_run_has_a_nearest_name(self, capsys: pytest.CaptureFixture[str]) -> None:
-        run = self.recorded()
+    def test_a_mistyped_run_has_a_nearest_name(
+        self, recorded: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         capsys.readouterr()
-        assert main(["why", run.name[:-2], "r3"]) == 2
-        assert f"did you mean '{run.name}'" in capsys.readouterr().err
+        assert main(["why", recorded.name[:-2], "r3"]) == 2
+        assert f"did you mean '{recorded.name}'" in capsys.readouterr().err
 
-    def test_a_sweep_is_no_run_and_its_variants_are(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*QUICK, "-m", "scheduler=chunked,continuous"]) == 0
-        [sweep] = Path("traces").iterdir()
-        capsys.readouterr()
-        assert main(["why", sweep.name, "r3"]) == 2
-        assert f"as in {sweep.name}/0" in capsys.readouterr().err
-        assert self.why(capsys, f"{sweep.name}/1", "r3").startswith("r3: ")
+    def test_a_sweep_is_no_run_and_its_variants_are(
+        self, recorded: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for variant in "01":
+            shutil.copytree(recorded, Path("traces/sweep_1") / variant)
+        assert main(["why", "sweep_1", "r3"]) == 2
+        assert "as in sweep_1/0" in capsys.readouterr().err
+        assert self.why(capsys, "sweep_1/1", "r3").startswith("r3: ")
 
-    def test_a_killed_run_tells_of_those_that_ended(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_killed_run_tells_of_those_that_ended(
+        self, recorded: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """Its parts: a run that goes on after its tables were flushed, and is never told that it ended."""
         directory = RunDirectory(Path("traces/killed"))
         directory.write_run({"status": "running"})
@@ -470,9 +493,8 @@ class TestCommand:
         assert main(["why", "killed", "short"]) == 2
         assert "no request of this run was recorded" in capsys.readouterr().err
 
-    def test_a_broken_file_is_one_line(self, capsys: pytest.CaptureFixture[str]) -> None:
-        run = self.recorded()
-        (run / "steps" / "00000.parquet").write_bytes(b"nothing of the kind")
+    def test_a_broken_file_is_one_line(self, recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (recorded / "steps" / "00000.parquet").write_bytes(b"nothing of the kind")
         capsys.readouterr()
         assert main(["why", "latest", "r3"]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -66,8 +66,6 @@ class _Refusal(NamedTuple):
     end_ns: int
     cause: Cause
     lasting: bool
-    first_step: int = 0
-    last_step: int = 0
 
 
 class Waits:
@@ -75,22 +73,15 @@ class Waits:
 
     def __init__(self, tables: dict[str, pa.Table]) -> None:
         decisions = tables["decisions"]
-        moments = [decisions[name].to_numpy() for name in ("time_ns", "last_ns")]
-        self._plans: list[int] = np.unique(
-            np.concatenate([tables["steps"]["start_ns"].to_numpy(), *moments])
-        ).tolist()
+        self._moments, self._numbers = _plans(decisions, tables["steps"])
         self._own: dict[Key, list[_Refusal]] = defaultdict(list)
         for row in actions(decisions, Action.REFUSE, Action.REJECT, Action.DEFER):
             if row["reason"] != Reason.NO_SWAP_SPACE:  # which says how it left, not why it waits
                 self._own[row["request_id"], row["choice"]].append(self._refusal(row))
-        for key, refusals in self._own.items():
-            self._own[key] = _one_after_the_other(refusals)
-        self._stops = _Stops(
-            [
-                (row["time_ns"], self._plan_after(row["last_ns"]), Cause(row["reason"], row["detail"]))
-                for row in actions(decisions, Action.STOP)
-            ]
-        )
+        for refusals in self._own.values():
+            refusals.sort(key=lambda refusal: refusal.begin_ns)
+        stops = [self._refusal(row) for row in actions(decisions, Action.STOP)]
+        self._stops = _Stops([(stop.begin_ns, stop.end_ns, stop.cause) for stop in stops])
 
     def queued(self, key: Key, begin: int, end: int) -> list[Share]:
         """The reasons of a wait that began between plans: at first, a step was in progress."""
@@ -101,7 +92,7 @@ class Waits:
 
     def preempted(self, key: Key, begin: int, end: int, cause: Cause) -> list[Share]:
         """The reasons of a wait that began in the plan at `begin`, which had this `cause` if it stated none."""
-        return add_up(list(self._shares(key, begin, end, self._plan_after(begin), cause)))
+        return add_up(list(self._shares(key, begin, end, self._plan_from(begin + 1), cause)))
 
     def queued_behind(self, key: Key, begin: int, end: int, until: int, cause: Cause) -> list[Share]:
         """The reasons of a wait which, as far as none was stated, had this `cause` until the moment `until`."""
@@ -129,26 +120,36 @@ class Waits:
 
     def _refusal(self, row: dict[str, Any]) -> _Refusal:
         cause, begin = Cause(row["reason"], row["detail"]), row["time_ns"]
-        end = self._plan_after(row["last_ns"]) if row["action"] == Action.REFUSE else NEVER
-        steps = (row["first_step"], row["last_step"])
-        return _Refusal(begin, end, cause, row["action"] == Action.DEFER, *steps)
+        if row["action"] in (Action.REFUSE, Action.STOP):
+            return _Refusal(begin, self._plan_after(row["last_ns"], row["last_step"]), cause, False)
+        return _Refusal(begin, NEVER, cause, row["action"] == Action.DEFER)
 
     def _plan_from(self, moment: int) -> int:
-        """The first plan at or after `moment`."""
-        index = bisect_left(self._plans, moment)
-        return self._plans[index] if index < len(self._plans) else NEVER
+        """When the first plan at or after `moment` was made."""
+        index = bisect_left(self._moments, moment)
+        return self._moments[index] if index < len(self._moments) else NEVER
 
-    def _plan_after(self, moment: int) -> int:
-        return self._plan_from(moment + 1)
+    def _plan_after(self, moment: int, number: int) -> int:
+        """When the plan after the one of that moment and number was made: at once, if that one took no time."""
+        index = bisect_left(self._moments, moment)
+        while index < len(self._moments) and self._moments[index] == moment:
+            if self._numbers[index] > number:
+                return moment
+            index += 1
+        return self._moments[index] if index < len(self._moments) else NEVER
 
 
-def _one_after_the_other(refusals: list[_Refusal]) -> list[_Refusal]:
-    """In order of plans; of two plans at one moment (the first took no time) the later one's reason holds."""
-    refusals = sorted(refusals, key=lambda refusal: (refusal.begin_ns, refusal.first_step))
-    for i, after in enumerate(refusals[1:]):
-        if after.first_step > refusals[i].last_step and not refusals[i].lasting:
-            refusals[i] = refusals[i]._replace(end_ns=min(refusals[i].end_ns, after.begin_ns))
-    return refusals
+def _plans(decisions: pa.Table, steps: pa.Table) -> tuple[list[int], list[int]]:
+    """Moment and number of every plan that is known, in order."""
+    moments, numbers = (
+        np.concatenate([decisions[name].to_numpy() for name in names] + [steps[name].to_numpy()])
+        for *names, name in (("time_ns", "last_ns", "start_ns"), ("first_step", "last_step", "step"))
+    )
+    order = np.lexsort((numbers, moments))
+    moments, numbers = moments[order], numbers[order]
+    fresh = np.ones(len(order), bool)
+    fresh[1:] = (np.diff(moments) > 0) | (np.diff(numbers) > 0)
+    return moments[fresh].tolist(), numbers[fresh].tolist()
 
 
 class _Stops:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -47,12 +47,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Run the suite instead of what would be collected, or beside the paths that were named."""
-    if config.getoption(OPTION) is None:
+    given = config.getoption(OPTION)
+    if given is None:
         return
     count = config.getoption("--kvengine-examples")
     if count is not None and count < 1:
         raise pytest.UsageError(f"--kvengine-examples {count}: must be at least 1")
-    config.stash[CHOSEN] = chosen(config.getoption(OPTION))
+    config.stash[CHOSEN] = chosen(given)
     named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
     config.args = [str(SUITE), *named]
 
@@ -61,16 +62,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per plug-in for whoever asks for `plugin`, of the kinds that the suite names in `KINDS_OF`."""
     if metafunc.definition.path != SUITE:
         return
+    suite: Any = metafunc.module
     if (count := metafunc.config.getoption("--kvengine-examples")) is not None:
-        metafunc.module.examples(count)
-    kinds = metafunc.module.KINDS_OF.get(metafunc.definition.originalname, KINDS)
+        suite.examples(count)
+    kinds = suite.KINDS_OF.get(metafunc.definition.originalname, KINDS)
     entries = [entry for entry in metafunc.config.stash[CHOSEN] if entry.kind in kinds]
     metafunc.parametrize("plugin", entries, ids=[f"{entry.kind}={entry.name}" for entry in entries])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drop the tests of kinds that nobody asked for, which pytest would count as skipped."""
-    items[:] = [item for item in items if item.path != SUITE or "NOTSET" not in item.name]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of kinds that nobody asked for, which pytest would count as skipped."""
+    idle = [item for item in items if item.path == SUITE and "NOTSET" in item.name]
+    if idle:
+        config.hook.pytest_deselected(items=idle)
+        items[:] = [item for item in items if item not in idle]
 
 
 def chosen(given: list[str]) -> list[Entry]:
