@@ -49,7 +49,6 @@ def cost(scheduler: str, cap: int, seats: int, words: list[str]) -> Cost:
     settings = [f"scheduler={scheduler}", f"workload.output_len.max={cap}", f"max_num_seqs={seats}"]
     with composer() as compose:
         config = compose(expand(["experiment=static_vs_continuous", *settings, *words]))
-    config = {group: values for group, values in config.items() if group != "experiment"}
     plan, counter = blueprint(config, discover()), RowCounter()
     engine = plan.engine(counter)
     began = time.perf_counter()

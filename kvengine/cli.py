@@ -111,6 +111,13 @@ def _pull(words: list[str]) -> int:
     return 0
 
 
+def _new_plugin(words: list[str]) -> int:
+    """Write a package of one policy, to be made into one's own."""
+    from kvengine.new_plugin import new_plugin
+
+    return new_plugin(words)
+
+
 def _why(words: list[str]) -> int:
     """Print what the time of one request of a recorded run went to."""
     from kvengine.analysis.why import explain, lines_of
@@ -136,4 +143,4 @@ def _why(words: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"plugins": _plugins, "pull": _pull, "why": _why}
+COMMANDS = {"plugins": _plugins, "pull": _pull, "why": _why, "new-plugin": _new_plugin}

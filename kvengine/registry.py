@@ -134,12 +134,7 @@ def discover() -> Registry:
 def _load(point: importlib.metadata.EntryPoint) -> Registry:
     """The registry that one entry point fills; raises whatever is wrong with it."""
     plugin = point.load()
-    version = getattr(plugin, "KVENGINE_API", None)
-    if version != hookspecs.API_VERSION:
-        raise RuntimeError(
-            f"states KVENGINE_API={version}, this is {hookspecs.API_VERSION}: "
-            f"set KVENGINE_API = {hookspecs.API_VERSION} once it satisfies kvengine/policies"
-        )
+    _check_version(plugin)
     manager = pluggy.PluginManager("kvengine")
     manager.add_hookspecs(hookspecs)
     manager.register(plugin, name=point.name)
@@ -149,6 +144,20 @@ def _load(point: importlib.metadata.EntryPoint) -> Registry:
     if not len(registry):
         raise RuntimeError("registers nothing: is its kvengine_register marked with @hookimpl?")
     return registry
+
+
+def _check_version(plugin: Any) -> None:
+    """RuntimeError unless `plugin` states our version of the contracts; what to change, and where."""
+    ours, stated = hookspecs.API_VERSION, getattr(plugin, "KVENGINE_API", None)
+    if stated == ours:
+        return
+    file = getattr(plugin, "__file__", None) or getattr(plugin, "__name__", repr(plugin))
+    says = "states no KVENGINE_API" if stated is None else f"states KVENGINE_API={stated!r}"
+    if isinstance(stated, int) and stated > ours:
+        todo = f"install a kvengine that has it, or a version of the package with KVENGINE_API = {ours}"
+    else:
+        todo = f'docs/plugins.md, "API version", says what is new; then write KVENGINE_API = {ours} in {file}'
+    raise RuntimeError(f"{says}, and {own_distribution()} has version {ours} of the contracts: {todo}")
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:

@@ -237,7 +237,7 @@ def forbid_failing_growth(engine: TestEngine) -> None:
 def test_nobody_fails_to_grow_where_the_worst_case_is_reserved(scheduler, cache) -> None:
     chunks = scheduler == "chunked"
 
-    @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     @given(case=cases(chunks), preemption=st.sampled_from(["never", "recompute"]))
     def serves(case, preemption) -> None:
         engine, log = engine_with(

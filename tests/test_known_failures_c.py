@@ -569,3 +569,31 @@ def test_c7_variant_ageing_moves_the_order_and_not_who_takes_a_seat():
     assert [name for step in steps[14:] for name in step.scheduled] == ["young", "young", "old", "old", "old"]
     assert [step.step for step in steps if step.preempted == ("old",)] == [14]
     assert engine.finish_reasons == dict.fromkeys(("runs", "old", "young"), "length")
+
+
+# ---- C8: request ids
+
+
+def test_c8_a_live_id_is_refused_and_the_first_is_unaffected():
+    engine = TestEngine()
+    engine.add("x", [1, 2, 3], 3)
+    engine.step()
+    with pytest.raises(RequestError, match="this id is in use"):
+        engine.add("x", [9, 9], 3)
+    assert engine.run() == {"x": [20, 104, 127]}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2], ids=["waiting", "prefilled", "decoding"])
+def test_c8_an_abort_does_not_kill_who_takes_over_the_id(steps):
+    engine = TestEngine(block_size=4, num_blocks=8)
+    engine.add("x", range(1, 9), 8)
+    for _ in range(steps):
+        engine.step()
+    engine.engine.abort("x")
+    engine.outputs.clear()
+    engine.add("x", [1, 2, 3], 3)
+    assert engine.run() == {"x": [20, 104, 127]}
+    assert [seq.finish_reason for seq in engine.log.finished_sequences] == ["abort", "length"]
+    context = engine.engine.context
+    assert context.num_free_blocks == 8
+    assert context.num_running == len(context.line) == 0

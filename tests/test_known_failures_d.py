@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from memory_support import registry_with
 
 from kvengine.analysis.summary import PoolFacts, summarize
+from kvengine.core.plan import StepPlan, StepResult
 from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence
 from kvengine.core.shapes import PrefixCacheConfig
@@ -23,9 +25,12 @@ from kvengine_plugins.schedulers.chunked import ChunkedScheduler
 REGISTRY = discover()
 SCHEDULERS = REGISTRY.names("scheduler")
 VICTIMS = REGISTRY.names("victim")
-QUEUES = REGISTRY.names("queue")
 PREEMPTIONS = [name for name in REGISTRY.names("preemption") if name != "never"]
-BATCHING = ("chunked", "continuous", "static")
+BUILT = {
+    name: TestEngine(registry=REGISTRY, policies={"scheduler": name}).engine.context.scheduler
+    for name in SCHEDULERS
+}
+BATCHING = ("chunked", "continuous", "mlfq", "prefill_budgeted", "static")
 """Schedulers that let several enter as soon as their prompts fit, so that these loads must preempt."""
 
 GOLDEN = {
@@ -62,9 +67,15 @@ def assert_no_victim_is_scheduled(engine: TestEngine, budget: int) -> None:
 # ---- D1: recompute preemption is invisible
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "queue"),
+    [
+        (scheduler, queue)
+        for scheduler, queue in product(SCHEDULERS, REGISTRY.names("queue"))
+        if queue == "fcfs" or not BUILT[scheduler].orders
+    ],
+)
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("queue", QUEUES)
 def test_d1_golden_outputs_under_preemption(scheduler, victim, queue):
     engine = TestEngine(
         registry=REGISTRY,
@@ -265,7 +276,12 @@ def test_d3_five_requests_end_under_pressure(scheduler, victim, num_blocks, max_
     assert engine.outputs == {name: checksum_output(prompt, 8) for name, prompt in prompts.items()}
     assert len(engine.log.steps) <= max_steps
     assert engine.log.num_preemptions <= max_preemptions
-    assert all(step.scheduled for step in engine.log.steps)
+    empty = [step for step in engine.log.steps if not step.scheduled]
+    if BUILT[
+        scheduler
+    ].preempts:  # the last that ran gave way to who enters in the next plan; it takes no time
+        empty = [step for step in empty if not step.preempted]
+    assert not empty
     assert_whole_and_free(engine, num_sequences=5, num_new=8)
 
 
@@ -686,3 +702,67 @@ def test_d6_variant_choices_without_a_seat_and_a_prompt_that_ends_inside_a_block
     assert engine.log.num_copies or num_seqs == 1
     check_host(engine, 3)
     assert_whole_and_free(engine, num_sequences=7, num_new=9)
+
+
+# ---- D7: late results (the engine is synchronous, so "in flight" is while the executor computes)
+
+
+class Interrupted:
+    """The engine's own executor, which calls `meanwhile` while it computes step number `step`."""
+
+    virtual_time = True
+
+    def __init__(self, engine: TestEngine, step: int, meanwhile: Callable[[], None]) -> None:
+        self._inner, self._step, self._meanwhile = engine.engine.executor, step, meanwhile
+        engine.engine.executor = self
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self._inner.execute(plan)
+        if plan.step == self._step:
+            self._meanwhile()
+        return result
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("step", [0, 1, 2], ids=["prefill", "decode", "last token"])
+def test_d7_what_an_aborted_request_gets_while_its_step_is_in_flight_is_dropped(step: int) -> None:
+    engine = TestEngine(block_size=4, num_blocks=8)
+    engine.add("x", [1, 2, 3], 3)
+    engine.add("other", range(11, 19), 8)
+    Interrupted(engine, step, lambda: engine.engine.abort("x"))
+    engine.run()
+    assert engine.outputs.get("x", []) == [20, 104, 127][:step]
+    assert engine.outputs["other"] == [98, 236, 96, 159, 71, 3, 59, 206]
+    reasons = {seq.id: seq.finish_reason for seq in engine.log.finished_sequences}
+    assert reasons == {"x": "abort", "other": "length"}
+    assert engine.engine.context.num_free_blocks == 8
+
+
+def test_d7_variant_its_id_is_taken_over_in_the_same_flight() -> None:
+    """Ours: the late token of the old one is not the first of the new."""
+    engine = TestEngine(block_size=4, num_blocks=8)
+    engine.add("x", range(1, 9), 8)
+
+    def swap_places() -> None:
+        engine.engine.abort("x")
+        engine.outputs.clear()
+        engine.add("x", [1, 2, 3], 3)
+
+    Interrupted(engine, 1, swap_places)
+    assert engine.run() == {"x": [20, 104, 127]}
+    assert [seq.finish_reason for seq in engine.log.finished_sequences] == ["abort", "length"]
+
+
+def test_d7_blocks_of_a_request_aborted_in_flight_are_reused_only_after_the_step() -> None:
+    engine = TestEngine(block_size=4, num_blocks=3)
+    engine.add("x", range(1, 9), 4)
+    engine.add("next", [1, 2, 3], 3)
+    Interrupted(engine, 0, lambda: engine.engine.abort("x"))
+    engine.step()
+    assert [step.pool.num_free_blocks for step in engine.log.steps] == [
+        0
+    ]  # of x still, though nobody wants it
+    engine.run()
+    assert engine.outputs == {"next": [20, 104, 127]}

@@ -79,12 +79,11 @@ def test_quantum_used_up_gives_the_seat_to_who_waits_in_a_higher_level():
     engine.step()
     engine.add("b", prompt_of(5), 2)
     engine.run()
-    # The prefill of a is an iteration, and so are three decodes: a quantum of 4. Then b takes the seat, in a plan
-    # that preempts and one that admits; a comes back with 10 + 4 tokens and has 8 iterations to go in its level.
+    # The prefill of a is an iteration, and so are three decodes: a quantum of 4. Then b takes the seat, in the
+    # plan that preempts; a comes back with 10 + 4 tokens and has 8 iterations to go in its level.
     assert scheduled(engine) == [
         {"a": 10},
         *[{"a": 1}] * 3,
-        {},
         {"b": 5},
         {"b": 1},
         {"a": 14},
@@ -104,7 +103,7 @@ def test_first_prefill_counts_against_the_quantum(length, before):
     engine.add("b", prompt_of(41 if length > 40 else 1), 1)
     engine.run()
     ids = [next(iter(step), "") for step in scheduled(engine)]
-    assert ids.index("b") == before + 1, "and a step to preempt"
+    assert ids.index("b") == before
 
 
 def test_recomputation_counts_nothing():
@@ -117,7 +116,7 @@ def test_recomputation_counts_nothing():
     engine.run()
     ids = [next(iter(step), "") for step in scheduled(engine)]
     # b comes when a is in the second level already and takes its seat at once, c also.
-    assert ids == ["a"] * 5 + ["", "b"] + ["a"] * 3 + ["", "c"] + ["a"] * 5
+    assert ids == ["a"] * 5 + ["b"] + ["a"] * 4 + ["c"] + ["a"] * 4
 
 
 def test_equals_do_not_preempt_each_other():
@@ -165,8 +164,6 @@ def test_blocks_are_taken_from_the_lowest_level_and_there_from_the_last_to_arriv
     engine.add("d", prompt_of(length), 1)
     engine.step()
     assert engine.log.steps[-1].preempted == victims
-    assert set(engine.log.steps[-1].scheduled) == {"b", "c"} - set(victims)
-    engine.step()
     assert engine.log.steps[-1].scheduled == {"d": length}
     engine.run()
     assert (
@@ -190,9 +187,9 @@ def longest_wait(starvation_s: float | None) -> int:
 
 
 def test_starving_sequence_is_promoted():
-    """Ten steps of 10 ms, the short one that runs then, and one that waits already, with a step to preempt."""
+    """Ten steps of 10 ms, the short one that runs then, and one that waits already."""
     assert longest_wait(None) > 90
-    assert 10 < longest_wait(0.1) <= 10 + 4 + 4 + 1
+    assert 10 < longest_wait(0.1) <= 10 + 4 + 4
 
 
 def test_promotion_gives_a_quantum_of_the_first_level():
@@ -232,8 +229,9 @@ def test_outputs_are_those_of_each_alone(chosen):
 
 
 def test_who_was_aborted_while_waiting_is_forgotten():
-    engine = mlfq_engine()
+    engine = mlfq_engine(levels=1)
     engine.add("runs", prompt_of(3), 200)
+    engine.add("waits", prompt_of(3), 200)  # in front of all who come after it
     for i in range(500):
         engine.add(f"r{i}", prompt_of(3), 5)
         engine.engine.abort(f"r{i}")

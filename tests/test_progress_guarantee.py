@@ -239,6 +239,13 @@ def test_a_scheduler_may_preempt_nobody_twice_between_two_of_his_tokens() -> Non
         assert all((name in step.sampled) == (name not in step.preempted) for step in engine.log.steps)
 
 
+def test_nobody_takes_the_seat_in_the_plan_in_which_a_scheduler_preempted() -> None:
+    engine = hostile(scheduler=PreemptsAll, max_num_seqs=1)
+    outputs = add(engine, "a", "b", new=2)
+    assert engine.run(max_steps=20) == outputs
+    assert [list(step.scheduled) for step in engine.log.steps] == [["a"], [], ["a"], ["b"], [], ["b"]]
+
+
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_an_admission_that_defers_everybody_gets_done(scheduler: str) -> None:
     @FAST

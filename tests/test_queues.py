@@ -30,7 +30,7 @@ REGISTRY = discover()
 QUEUES = REGISTRY.names("queue")
 NO_CACHE = PrefixCacheConfig(mode="off")
 S = 1_000_000_000
-FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 class Table:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvengine.core.errors import ConfigError
+from kvengine.hookspecs import API_VERSION
 from kvengine.registry import KINDS, Registry, discover
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import checksum_output
@@ -92,14 +93,33 @@ def test_syntax_error(install):
     assert_broken(discover(), "crooked", "SyntaxError")
 
 
-def test_wrong_api_version(install):
+def test_a_package_for_newer_contracts_says_what_to_install(install):
     install("futuristic", GOOD.replace("KVENGINE_API = 1", "KVENGINE_API = 99"))
-    assert_broken(discover(), "futuristic", "KVENGINE_API=99", "this is 1")
+    said = ["states KVENGINE_API=99", "kvengine 0.1.0 has version 1", "install a kvengine that has it"]
+    assert_broken(discover(), "futuristic", *said)
 
 
-def test_missing_api_version(install):
-    install("undated", GOOD.replace("KVENGINE_API = 1", ""))
-    assert_broken(discover(), "undated", "KVENGINE_API=None", "KVENGINE_API = 1")
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("dated", "KVENGINE_API = 0", "states KVENGINE_API=0,"),
+        ("undated", "", "states no KVENGINE_API,"),
+        ("misdated", "KVENGINE_API = '1'", "states KVENGINE_API='1',"),
+    ],
+)
+def test_a_package_for_older_contracts_says_what_to_read_and_what_to_write_where(
+    install, tmp_path, name, line, says
+):
+    install(name, GOOD.replace("KVENGINE_API = 1", line))
+    file = tmp_path / f"{name}.py"
+    said = ['docs/plugins.md, "API version"', f"then write KVENGINE_API = 1 in {file}"]
+    assert_broken(discover(), name, says, *said)
+
+
+def test_the_guide_says_what_every_version_of_the_contracts_holds():
+    guide = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    section = guide.partition("## API version")[2]
+    assert all(f"\n| {version} | " in section for version in range(1, API_VERSION + 1))
 
 
 def test_unknown_hook_name(install):

@@ -60,8 +60,10 @@ def scheduled(log: StepLog) -> list[dict[str, int]]:
 # ---- continuous: a cap on consecutive prefills
 
 
-@pytest.mark.parametrize(("cap", "prefills"), [(None, 5), (1, 1), (2, 2), (5, 5)])
-def test_decodes_have_a_turn_after_so_many_prefill_steps(cap, prefills):
+@pytest.mark.parametrize(
+    ("cap", "kinds"), [(None, "pppppd"), (1, "pdpdpdpdpd"), (2, "ppdppdpd"), (3, "pppdppd"), (5, "pppppd")]
+)
+def test_decodes_have_a_turn_after_so_many_prefill_steps(cap, kinds):
     chosen = {"max_consecutive_prefills": cap}
     engine, log = engine_of("continuous", chosen, max_model_len=16, max_num_batched_tokens=16)
     engine.add("d", prompt_of(9), 7)
@@ -69,11 +71,10 @@ def test_decodes_have_a_turn_after_so_many_prefill_steps(cap, prefills):
     for i in range(5):
         engine.add(f"p{i}", prompt_of(9), 7)  # one to a step
     engine.run()
-    ids = [",".join(step) for step in scheduled(log)]
-    turn = next(i for i, step in enumerate(ids) if i and step.startswith("d"))
-    assert ids[1:turn] == [f"p{i}" for i in range(prefills)]
-    if prefills < 5:
-        assert log.reasons[turn] == {None: "PREFILL_INTERVAL"}
+    ids = [next(iter(step))[0] for step in scheduled(log)]
+    assert "".join(ids[1 : 1 + len(kinds)]) == kinds
+    if cap and cap < 5:
+        assert log.reasons[1 + cap] == {None: "PREFILL_INTERVAL"}
 
 
 def test_prefills_for_which_nobody_waits_do_not_count():
@@ -176,6 +177,14 @@ def test_long_prompts_that_may_be_unfinished():
         {"d": 1, "b": 2},
     ]
     assert log.reasons[:2] == [{"b": "LONG_PREFILL_CAP", None: "HEAD_OF_LINE"}] * 2
+
+
+def test_long_prompt_that_a_step_finishes_is_not_unfinished():
+    engine, log = decoding({"long_prefill_tokens": 4, "max_partial_prefills": 3, "max_long_prefills": 1})
+    for name in "ab":
+        engine.add(name, prompt_of(10), 1)
+    steps(engine, 2)
+    assert scheduled(log) == [{"d": 1, "a": 10, "b": 5}, {"d": 1, "b": 5}]
 
 
 def test_prefills_have_every_third_step_while_decodes_run():

@@ -295,14 +295,25 @@ def test_newcomer_that_memory_refuses_stops_the_batch_only_once():
 
 
 def test_restarted_batch_does_not_wait_for_more():
-    engine = restarting(settings={"max_wait_s": 1.0})
-    add(engine, "a", 4, 3)
-    engine.engine.clock.wait_until(SECOND_NS)
+    engine = restarting(settings={"batch_size": 3, "max_wait_s": 1.0})
+    for name, new in [("a", 4), ("b", 1), ("c", 1)]:
+        add(engine, name, 4, new)  # a full batch
     engine.step()
+    add(engine, "d", 4, 2)
+    engine.run()
+    assert scheduled(engine)[1:3] == [{}, {"a": 5, "d": 4}]
+    assert max(t.finished_ns for t in times_by_id(engine).values()) == 4 * STEP_NS
+
+
+def test_no_restart_before_every_row_has_gained_a_token():
+    engine = restarting(settings={"deliver": "token"})
+    add(engine, "a", 4, 6)
+    engine.step()
+    engine.fork("branch", "a", [], 6)
     add(engine, "b", 4, 2)
     engine.run()
-    assert scheduled(engine)[1:3] == [{}, {"a": 5, "b": 4}]
-    assert max(t.finished_ns for t in times_by_id(engine).values()) == SECOND_NS + 3 * STEP_NS
+    assert scheduled(engine)[:3] == [{"a": 4}, {"a": 1, "branch": 1}, {}]
+    assert engine.log.steps[2].preempted == ("a", "branch")
 
 
 def test_who_was_aborted_stops_nobody():

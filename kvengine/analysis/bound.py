@@ -14,7 +14,8 @@ ADVICE: dict[str, str] = {
     Reason.NO_TOKEN_BUDGET: "the token budget of a step was spent; try a higher max_num_batched_tokens",
     Reason.AFTER_PREEMPTION: "KV memory ran out while running; try a lower max_num_seqs or a larger pool",
     Reason.NO_SWAP_SPACE: "host memory for swapping was full; try a larger swap_space_bytes",
-    Reason.WATERMARK: "admission kept blocks free for those that run; try a lower admission.watermark or more memory",
+    Reason.WATERMARK: "admission kept blocks free for those that run; try a lower admission.watermark, "
+    "or a larger pool",
     Reason.PREFILL_INTERVAL: "steps were kept for decodes; try a smaller prefill_interval, or a higher "
     "max_consecutive_prefills, of the scheduler",
     Reason.PARTIAL_PREFILLS: "prompts waited for others to be prefilled; try a higher scheduler.max_partial_prefills",

@@ -24,10 +24,7 @@ from kvengine.kv.host_pool import SwapPool
 class SchedulingContext(EngineView):
     """Plans a step by asking the scheduler, and keeps what every policy must keep.
 
-    Limits hold whatever a policy asks; a refused request changes nothing. Progress does not depend on the
-    policies' goodwill (docs/scheduling.md says why): the oldest running sequence of the highest static priority is
-    nobody's victim, nobody is admitted in a step that preempted for blocks, only a strictly higher static
-    priority takes somebody's seat, and a scheduler may take it only from who gained a token by it.
+    Limits hold whatever a policy asks, a refused request changes nothing, and work ends (docs/scheduling.md: why).
     """
 
     def __init__(
@@ -59,7 +56,9 @@ class SchedulingContext(EngineView):
         """Aborted, and not yet taken note of."""
         self._looked_at: Sequence | None = None
         self._closed = False
-        """Whether somebody was preempted in this plan so that nobody may enter in it."""
+        """Whether somebody was preempted in this plan so that nobody may enter in it ..."""
+        self._beneficiary: Sequence | None = None
+        """... but who a scheduler preempted for."""
 
     # ---- what the engine calls
 
@@ -80,7 +79,7 @@ class SchedulingContext(EngineView):
         self.now = now
         self.token_budget_left = self.limits.max_num_batched_tokens
         self._plan = plan = StepPlan(step=self._next_step, now_ns=now)
-        self._looked_at, self._closed = None, False
+        self._looked_at, self._closed, self._beneficiary = None, False, None
         for part in (self.memory, self.line, self._preemptor, self.refusals, self._forks):
             part.begin_plan(plan)
         inbox, self._inbox = self._inbox, []
@@ -237,7 +236,8 @@ class SchedulingContext(EngineView):
         if not self._preemptor.preempts or len(seq.token_ids) <= seq.num_tokens_at_entry:
             return False
         self.token_budget_left += self._preemptor.preempt(seq, beneficiary, reason, "scheduler")
-        self._closed = True
+        allowed = not self._closed or beneficiary is self._beneficiary
+        self._closed, self._beneficiary = True, beneficiary if allowed else None
         return True
 
     def idle_row(self, seq: Sequence) -> bool:
@@ -265,7 +265,7 @@ class SchedulingContext(EngineView):
 
     def _refuses(self, seq: Sequence, count: int, uncomputed: int) -> Refusal | None:
         """Why `seq` may not enter with `count` tokens, blocks apart."""
-        if self._closed or seq in self._plan.preempted:
+        if (self._closed and seq is not self._beneficiary) or seq in self._plan.preempted:
             return Refusal(Reason.AFTER_PREEMPTION)
         seats = self.seats
         if seats.wanted(seq) > seats.num_free and not (self._preemptor.preempts and seats.could_seat(seq)):
@@ -299,7 +299,7 @@ class SchedulingContext(EngineView):
             if victim is not None:
                 self.token_budget_left += self._preemptor.preempt(victim, seq, Reason.PREEMPTED_FOR, "victim")
                 self.policies.admission.preempted()
-                self._closed = True
+                self._closed, self._beneficiary = True, None
                 if victim is seq:
                     return False
             elif self._plan.preempted:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kvengine.core.errors import EngineStalledError, PolicyError, RequestError
 from kvengine.core.plan import Idle, RequestOutput, StepPlan, StepResult
+from kvengine.core.reasons import FinishReason
 from kvengine.core.request import Request
 from kvengine.core.sequence import Sequence
 from kvengine.engine.clock import Clock
@@ -42,6 +43,7 @@ class Engine:
         self._intake = intake
         self._live: dict[str, set[Sequence]] = {}
         self._num_empty_steps = self._num_idle_plans = 0
+        self._aborted_in_step = False
         self._num_advances = self._num_steps_without_advance = 0
         self._check_every_step = check_every_step
 
@@ -71,7 +73,11 @@ class Engine:
             self.context.fork(parent, child)
 
     def abort(self, request_id: str) -> None:
-        """End all sequences of a request before the next step; nothing if it is not live. The id is free."""
+        """End all sequences of a request before the next step; nothing if it is not live. The id is free.
+
+        Called while a step is executed, what that step gives the request is dropped.
+        """
+        self._aborted_in_step = True
         for seq in sorted(self._live.pop(request_id, ()), key=lambda seq: seq.order):
             self.context.abort(seq)
 
@@ -91,6 +97,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput] | Idle:
         """Advance every scheduled sequence by one forward pass."""
+        self._aborted_in_step = False
         plan = self.context.plan(self.clock.now())
         self._note_aborted()
         if plan.is_idle:
@@ -103,6 +110,8 @@ class Engine:
         self.clock.advance(result.duration_ns)
         end = self.clock.now()
         outputs = self._commit(plan, result, end)
+        if self._aborted_in_step:
+            outputs = self._without_late(outputs, end)
         self.recorder.step(plan, result, self._pool_state(), end)
         self._forget_finished(outputs, end)
         self._watch_progress(plan)
@@ -223,6 +232,18 @@ class Engine:
         if parent is None:
             raise RequestError(request.id, f"fork_of={request.fork_of}: no live request has this id")
         return parent
+
+    def _without_late(self, outputs: list[RequestOutput], now: int) -> list[RequestOutput]:
+        """`outputs` less those of requests that were aborted while their step was executed."""
+        wanted = []
+        for output in outputs:
+            seq = output.sequence
+            if seq in self._live.get(output.request_id, ()):
+                wanted.append(output)
+            elif seq.finish_reason is not None:  # it ended in this very step, so no plan will end it
+                seq.finish_reason = FinishReason.ABORT
+                self.recorder.finished(seq, now)
+        return wanted
 
     def _note_aborted(self) -> None:
         aborted, self.context.aborted = self.context.aborted, []

@@ -135,7 +135,7 @@ class SchedulingView(Protocol):
         """Let a running sequence wait again in favour of another; False where that may not be.
 
         It may not be before `seq` has gained a token by running, so that work ends whatever a scheduler does, and
-        not of a policy set that never preempts. Nobody is admitted in a plan that preempted.
+        not of a policy set that never preempts. In a plan that preempted nobody but the beneficiary is admitted.
         """
         ...
 

@@ -143,10 +143,10 @@ def brute_force(
     return torch.from_numpy(out)
 
 
-def assert_close(got: Tensor, want: Tensor, tolerance: float) -> None:
-    assert got.isfinite().all(), "computes what is not finite"
+def assert_close(got: Tensor, want: Tensor, tolerance: float, where: str = "") -> None:
+    assert got.isfinite().all(), f"computes what is not finite{where}"
     worst = (got.double() - want.double()).abs().max().item()
-    assert worst <= tolerance, f"computes something else: off by {worst:g}, allowed is {tolerance:g}"
+    assert worst <= tolerance, f"computes something else{where}: off by {worst:g}, allowed is {tolerance:g}"
 
 
 def mixed_rows(block_size: int) -> list[tuple[int, int]]:
@@ -159,7 +159,8 @@ def mixed_rows(block_size: int) -> list[tuple[int, int]]:
 def check_backend(backend: Any, seed: int) -> None:
     """AssertionError unless `backend` attends over one random mixed batch as brute force does.
 
-    Heads, sizes, padding and options follow from `seed`; what nobody wrote is NaN (known failure H2).
+    Heads, sizes, storage dtype, padding and options follow from `seed`; what nobody wrote is NaN (known failure
+    H2). One plan serves two layers, of which the second has other options.
     """
     chance = random.Random(seed)
     block_size = chance.choice([1, 8, 16, 32])
@@ -169,13 +170,26 @@ def check_backend(backend: Any, seed: int) -> None:
         heads=chance.choice([(4, 4), (6, 2), (14, 2), (12, 1)]),
         head_dim=chance.choice([64, 80, 96, 128]),
         block_size=block_size,
+        kv_dtype=chance.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn]),
         padding=chance.randint(0, 3),
         poison=float("nan"),
         seed=seed,
     )
-    options: dict[str, Any] = {
-        "sliding_window": chance.choice([None, 1, 6, 1000]),
-        "softcap": chance.choice([None, 2.0]),
-        "sinks": chance.choice([None, torch.linspace(-1, 3, case.q.shape[1])]),
-    }
-    assert_close(attend(backend, case, **options), brute_force(case, **options), 1e-5)
+    given = [tensor.clone() for tensor in (case.q, case.k_cache.float(), case.v_cache.float())]
+    plan = backend.plan(case.meta)
+    for _ in range(2):
+        options: dict[str, Any] = {
+            "sliding_window": chance.choice([None, 1, 6, 1000]),
+            "softcap": chance.choice([None, 2.0]),
+            "sinks": chance.choice([None, torch.linspace(-1, 3, case.q.shape[1])]),
+        }
+        out = run(backend, plan, case, **options)
+        described = ", ".join(name for name, value in options.items() if value is not None) or "no options"
+        assert out.shape == case.q.shape, f"computes {tuple(out.shape)} from q of {tuple(case.q.shape)}"
+        assert out.dtype == case.q.dtype, f"computes {out.dtype} from q in {case.q.dtype}"
+        assert not out[case.meta.num_tokens :].any(), (
+            "computes something for padding tokens, which yield zero"
+        )
+        assert_close(out, brute_force(case, **options), 1e-5, f" with {described}")
+    for before, after in zip(given, (case.q, case.k_cache.float(), case.v_cache.float()), strict=True):
+        assert torch.equal(before.nan_to_num(7.0), after.nan_to_num(7.0)), "changes q or the cache"

@@ -2,14 +2,16 @@
 
     pytest --kvengine-conformance scheduler=mine      # one plug-in
     pytest --kvengine-conformance                     # all that do not come with kvengine
+    pytest --kvengine-conformance queue=mine --kvengine-examples 5000      # for a night
 
 Loaded by every pytest where kvengine is installed, so it imports nothing until it is asked.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,10 +24,12 @@ KINDS = (
     "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "predictor", "attention"
 )  # fmt: skip
 """The kinds that it checks."""
+CHOSEN = pytest.StashKey[list["Entry"]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("kvengine").addoption(
+    group = parser.getgroup("kvengine")
+    group.addoption(
         OPTION,
         action="append",
         nargs="?",
@@ -33,45 +37,70 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="KIND=NAME",
         help="check this plug-in of kvengine against its contract; without one, all that do not come with it",
     )
+    group.addoption(
+        "--kvengine-examples",
+        type=int,
+        metavar="N",
+        help="random workloads of each of its checks, under each scheduler (200)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Run the suite instead of what would be collected, or beside the paths that were named."""
-    if config.getoption(OPTION) is None:
+    given = config.getoption(OPTION)
+    if given is None:
         return
+    count = config.getoption("--kvengine-examples")
+    if count is not None and count < 1:
+        raise pytest.UsageError(f"--kvengine-examples {count}: must be at least 1")
+    config.stash[CHOSEN] = chosen(given)
     named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
     config.args = [str(SUITE), *named]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per plug-in for whoever asks for `plugin`, of the kinds that it names in `KINDS_OF[name]`."""
-    module = metafunc.function.__globals__
-    if module["__name__"].rpartition(".")[2] != SUITE.stem:
+    """One test per plug-in for whoever asks for `plugin`, of the kinds that the suite names in `KINDS_OF`."""
+    if metafunc.definition.path != SUITE:
         return
-    kinds = module["KINDS_OF"].get(metafunc.function.__name__, KINDS)
-    entries = [entry for entry in _chosen(metafunc.config) if entry.kind in kinds]
+    suite: Any = metafunc.module
+    if (count := metafunc.config.getoption("--kvengine-examples")) is not None:
+        suite.examples(count)
+    kinds = suite.KINDS_OF.get(metafunc.definition.originalname, KINDS)
+    entries = [entry for entry in metafunc.config.stash[CHOSEN] if entry.kind in kinds]
     metafunc.parametrize("plugin", entries, ids=[f"{entry.kind}={entry.name}" for entry in entries])
 
 
-def _chosen(config: pytest.Config) -> list[Entry]:
-    """The entries that the option names; UsageError when there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of kinds that nobody asked for, which pytest would count as skipped."""
+    idle = [item for item in items if item.path == SUITE and "NOTSET" in item.name]
+    if idle:
+        config.hook.pytest_deselected(items=idle)
+        items[:] = [item for item in items if item not in idle]
+
+
+def chosen(given: list[str]) -> list[Entry]:
+    """The entries that the option names, all that do not come with kvengine for ""; UsageError when there is none."""
     from kvengine.core.errors import ConfigError
     from kvengine.registry import discover, own_distribution
 
+    if find_spec("hypothesis") is None:
+        raise pytest.UsageError(f"{OPTION}: needs hypothesis, as in: pip install 'kvengine[test]'")
     registry = discover()
-    words = [word for word in config.getoption(OPTION) or [] if word]
+    words = [word for word in given if word]
     if not words:
         found = [
             entry for entry in registry if entry.distribution != own_distribution() and entry.kind in KINDS
         ]
         if not found:
-            raise pytest.UsageError(f"{OPTION}: no plug-in is installed that does not come with kvengine")
+            problem = "no plug-in is installed that does not come with kvengine" + registry.broken_hint("")
+            raise pytest.UsageError(f"{OPTION}: {problem}")
         return found
     found = []
     for word in words:
         kind, _, name = word.partition("=")
         if kind not in KINDS:
-            raise pytest.UsageError(f"{OPTION} {word}: KIND=NAME, where KIND is one of {', '.join(KINDS)}")
+            problem = f"KIND=NAME, where KIND is one of {', '.join(KINDS)}; paths go before it"
+            raise pytest.UsageError(f"{OPTION} {word}: {problem}")
         try:
             found.append(registry.get(kind, name))
         except ConfigError as error:

@@ -68,9 +68,7 @@ class TestEngine:
         sliding_window: int | None = None,
         **engine_config: Any,
     ) -> None:
-        self.log = StepLog()
-        self.outputs: dict[str, list[int]] = {}
-        self.finish_reasons: dict[str, str] = {}
+        self.log, self.outputs, self.finish_reasons = StepLog(), dict[str, list[int]](), dict[str, str]()
         config = EngineConfig(**{"max_model_len": 256, **engine_config})
         kv = KvShape(
             num_blocks=num_blocks,
@@ -79,8 +77,7 @@ class TestEngine:
             num_host_blocks=num_host_blocks,
             sliding_window=sliding_window,
         )
-        choices = _choices(policies or {}, settings or {})
-        cache = prefix_cache or PrefixCacheConfig()
+        choices, cache = _choices(policies or {}, settings or {}), prefix_cache or PrefixCacheConfig()
         limits, parts, host_pool = build_policies(registry or discover(), choices, config, kv, cache)
         self.engine = Engine(
             context=SchedulingContext(limits=limits, policies=parts, host_pool=host_pool),

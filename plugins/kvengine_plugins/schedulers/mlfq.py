@@ -52,9 +52,8 @@ class MlfqScheduler(Scheduler):
     """A sequence joins the first level whose quantum its prefill fits, and goes down one with each quantum used up.
 
     Within a level whoever began to wait first goes first. Where a seat or blocks are short, running sequences of
-    strictly lower levels give way, from the lowest, the last to arrive first; whom they gave way to enters in the
-    next plan, being first in order still. A quantum counts the first prefill and then each token; computing again
-    what a preemption lost counts nothing. Prefills are whole and go before decodes.
+    strictly lower levels give way, from the lowest, the last to arrive first. A quantum counts the first prefill and
+    then each token; computing again what a preemption lost counts nothing. Prefills are whole and go before decodes.
     """
 
     preempts = True
@@ -77,7 +76,8 @@ class MlfqScheduler(Scheduler):
         self._waiting.forget_aborted(len(view.waiting))
         if self._admit_in_order(view):
             return
-        self._make_room(view)
+        if self._make_room(view) and self._admit_in_order(view):
+            return
         view.schedule_decodes()
         for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
             view.schedule(seq, view.token_budget_left)
@@ -122,18 +122,20 @@ class MlfqScheduler(Scheduler):
                 break
         return entered
 
-    def _make_room(self, view: SchedulingView) -> None:
+    def _make_room(self, view: SchedulingView) -> bool:
         """Preempt those of lower levels until the first in order has seats and blocks, or nobody is left to."""
         if not (first := self._waiting.first()):
-            return
+            return False
         seq, job = first
         num_seats = min(1 + len(seq.siblings), view.limits.max_num_seqs)
         lower = [other for other, its in self._running.items() if its.level > job.level]
+        preempted = False
         for other in sorted(lower, key=lambda other: (-self._running[other].level, -other.order)):
             blocks_fit = view.blocks_needed(seq, seq.num_tokens) <= view.num_free_blocks
             if blocks_fit and num_seats <= view.num_free_seats:
-                return
-            view.preempt(other, Reason.QUANTUM, seq)
+                break
+            preempted |= view.preempt(other, Reason.QUANTUM, seq)
+        return preempted
 
 
 class _Waiting:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvengine_plugins.workloads.azure import AzureConfig, AzureWorkload
 from kvengine_plugins.workloads.chat import ChatConfig, ChatWorkload
@@ -13,57 +14,43 @@ from kvengine_plugins.workloads.synthetic import SyntheticConfig, SyntheticWorkl
 from kvengine_plugins.workloads.tree import TreeConfig, TreeWorkload
 
 if TYPE_CHECKING:
+    from kvengine.policies import Build, Workload
     from kvengine.registry import Registry
+
+
+WORKLOADS: tuple[tuple[str, Callable[[Any, Build], Workload], type, str], ...] = (
+    ("prompts", prompts_workload, PromptsConfig, "prompts of a text or JSON Lines file, or 32 packaged ones"),
+    (
+        "synthetic",
+        SyntheticWorkload,
+        SyntheticConfig,
+        "random token ids, with lengths and arrivals drawn from distributions",
+    ),
+    (
+        "jsonl",
+        jsonl_workload,
+        JsonlConfig,
+        "a JSON Lines file with prompts or token ids, known lengths and arrival times",
+    ),
+    (
+        "chat",
+        ChatWorkload,
+        ChatConfig,
+        "conversations of several turns with pauses, which share system prompts",
+    ),
+    ("tree", TreeWorkload, TreeConfig, "tree searches, whose branches fork after every level"),
+    (
+        "mooncake",
+        MooncakeWorkload,
+        MooncakeConfig,
+        "a Mooncake trace: real arrivals, lengths and shared prefixes",
+    ),
+    ("azure", AzureWorkload, AzureConfig, "an Azure LLM inference trace: real arrivals and lengths"),
+)
+"""Name, factory, settings and summary of each."""
 
 
 def register_workloads(registry: Registry) -> None:
     """Register every built-in workload; nothing here imports torch."""
-    registry.add(
-        "workload",
-        "prompts",
-        prompts_workload,
-        schema=PromptsConfig,
-        summary="prompts of a text or JSON Lines file, or 32 packaged ones",
-    )
-    registry.add(
-        "workload",
-        "synthetic",
-        SyntheticWorkload,
-        schema=SyntheticConfig,
-        summary="random token ids, with lengths and arrivals drawn from distributions",
-    )
-    registry.add(
-        "workload",
-        "jsonl",
-        jsonl_workload,
-        schema=JsonlConfig,
-        summary="a JSON Lines file with prompts or token ids, known lengths and arrival times",
-    )
-    registry.add(
-        "workload",
-        "chat",
-        ChatWorkload,
-        schema=ChatConfig,
-        summary="conversations of several turns with pauses, which share system prompts",
-    )
-    registry.add(
-        "workload",
-        "tree",
-        TreeWorkload,
-        schema=TreeConfig,
-        summary="tree searches, whose branches fork after every level",
-    )
-    registry.add(
-        "workload",
-        "mooncake",
-        MooncakeWorkload,
-        schema=MooncakeConfig,
-        summary="a Mooncake trace: real arrivals, lengths and shared prefixes",
-    )
-    registry.add(
-        "workload",
-        "azure",
-        AzureWorkload,
-        schema=AzureConfig,
-        summary="an Azure LLM inference trace: real arrivals and lengths",
-    )
+    for name, factory, schema, summary in WORKLOADS:
+        registry.add("workload", name, factory, schema=schema, summary=summary)
