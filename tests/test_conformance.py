@@ -377,6 +377,19 @@ def test_what_is_printed_is_a_program_that_shows_the_fault(install, monkeypatch)
         exec(program, {})
 
 
+def test_a_policy_is_checked_beside_what_it_goes_with(monkeypatch) -> None:
+    never = discover().get("preemption", "never")
+    with pytest.raises(
+        pytest.fail.Exception, match=r"admission=reserve_worst_case.* \(--kvengine-with KIND=NAME"
+    ):
+        SERVES(never)
+    monkeypatch.setattr(suite, "MANY", settings(suite.MANY, max_examples=10))
+    monkeypatch.setattr(suite, "BESIDE", {})
+    suite.configure(None, {"admission": "reserve_worst_case", "scheduler": "continuous"})
+    SERVES(never)
+    assert suite.schedulers(never) == ("continuous",)
+
+
 # ---- attention
 
 

@@ -3,6 +3,7 @@
     pytest --kvengine-conformance scheduler=mine      # one plug-in
     pytest --kvengine-conformance                     # all that do not come with kvengine
     pytest --kvengine-conformance queue=mine --kvengine-examples 5000      # for a night
+    pytest --kvengine-conformance preemption=never --kvengine-with admission=reserve_worst_case
 
 Loaded by every pytest where kvengine is installed, so it imports nothing until it is asked.
 """
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from kvengine.registry import Entry
 
 OPTION = "--kvengine-conformance"
+WITH = "--kvengine-with"
 SUITE = Path(__file__).with_name("conformance_suite.py")
 KINDS = (
     "allocator", "eviction", "scheduler", "queue", "admission", "victim", "preemption", "predictor", "attention"
 )  # fmt: skip
 """The kinds that it checks."""
 CHOSEN = pytest.StashKey[list["Entry"]]()
+BESIDE = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random workloads of each of its checks, under each scheduler (200)",
     )
+    group.addoption(
+        WITH,
+        action="append",
+        default=[],
+        metavar="KIND=NAME",
+        help="check it beside this policy instead of the default one, where it goes only with that",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if count is not None and count < 1:
         raise pytest.UsageError(f"--kvengine-examples {count}: must be at least 1")
     config.stash[CHOSEN] = chosen(given)
+    beside = config.getoption(WITH)
+    config.stash[BESIDE] = {entry.kind: entry.name for entry in (chosen(beside, WITH) if beside else [])}
     named = config.args if config.args_source is pytest.Config.ArgsSource.ARGS else []
     config.args = [str(SUITE), *named]
 
@@ -63,8 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.path != SUITE:
         return
     suite: Any = metafunc.module
-    if (count := metafunc.config.getoption("--kvengine-examples")) is not None:
-        suite.examples(count)
+    suite.configure(metafunc.config.getoption("--kvengine-examples"), metafunc.config.stash[BESIDE])
     kinds = suite.KINDS_OF.get(metafunc.definition.originalname, KINDS)
     entries = [entry for entry in metafunc.config.stash[CHOSEN] if entry.kind in kinds]
     metafunc.parametrize("plugin", entries, ids=[f"{entry.kind}={entry.name}" for entry in entries])
@@ -78,8 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in idle]
 
 
-def chosen(given: list[str]) -> list[Entry]:
-    """The entries that the option names, all that do not come with kvengine for ""; UsageError when there is none."""
+def chosen(given: list[str], option: str = OPTION) -> list[Entry]:
+    """The entries that an option names, all that do not come with kvengine for ""; UsageError when there is none."""
     from kvengine.core.errors import ConfigError
     from kvengine.registry import discover, own_distribution
 
@@ -100,9 +111,9 @@ def chosen(given: list[str]) -> list[Entry]:
         kind, _, name = word.partition("=")
         if kind not in KINDS:
             problem = f"KIND=NAME, where KIND is one of {', '.join(KINDS)}; paths go before it"
-            raise pytest.UsageError(f"{OPTION} {word}: {problem}")
+            raise pytest.UsageError(f"{option} {word}: {problem}")
         try:
             found.append(registry.get(kind, name))
         except ConfigError as error:
-            raise pytest.UsageError(f"{OPTION} {word}: {error}") from error
+            raise pytest.UsageError(f"{option} {word}: {error}") from error
     return found

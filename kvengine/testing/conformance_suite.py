@@ -38,7 +38,7 @@ MANY = settings(
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow],
 )
-"""The workloads that a plug-in is shown, and how they are drawn; `examples` sets their number."""
+"""The workloads that a plug-in is shown, and how they are drawn."""
 SLOWEST = 4
 """So many times the steps of running one by one may a workload take, and 30 more."""
 KEEPS_AT_MOST = 20
@@ -61,14 +61,18 @@ NEEDS: dict[str, dict[str, str]] = {
     "preemption=never": {"admission": "reserve_worst_case"},
 }
 """The policies without which one of that kind, or of that name, is never asked or makes no sense."""
+BESIDE: dict[str, str] = {}
+"""The policies that the author wants beside it."""
 Check = Callable[[Case, str, int], None]
 """Raises over a workload, under that scheduler and within so many steps, what is wrong."""
 
 
-def examples(count: int) -> None:
-    """So many workloads from now on."""
+def configure(num_examples: int | None, beside: dict[str, str]) -> None:
+    """So many workloads from now on, and these policies beside every plug-in."""
     global MANY
-    MANY = settings(MANY, max_examples=count)
+    if num_examples is not None:
+        MANY = settings(MANY, max_examples=num_examples)
+    BESIDE.update(beside)
 
 
 @cache
@@ -81,29 +85,31 @@ def policies_with(plugin: Entry, scheduler: str) -> dict[str, str]:
     """`plugin`, what it takes for it to matter, and `scheduler` unless it is one itself; the rest are defaults."""
     kind = plugin.kind
     needs = {**NEEDS.get(kind, {}), **NEEDS.get(f"{kind}={plugin.name}", {})}
-    return {"scheduler": scheduler, **needs, kind: plugin.name}
+    return {"scheduler": scheduler, **needs, **BESIDE, kind: plugin.name}
 
 
 def build(plugin: Entry, limits: dict[str, Any], scheduler: str, of: type[TestEngine] = TestEngine) -> Any:
     """An engine with `plugin` and a prefix cache; a Fault where it cannot be built."""
     with faults_named(plugin):
         try:
-            limits = {"num_host_blocks": 1, **limits}
-            return of(policies=policies_with(plugin, scheduler), registry=registry(), **limits)
+            policies = policies_with(plugin, scheduler)
+            return of(policies=policies, registry=registry(), **{"num_host_blocks": 4, **limits})
         except ConfigError as error:
-            raise AssertionError(f"cannot be built with its defaults: {error}") from error
+            problem = f"cannot be built with its defaults: {error} (--kvengine-with KIND=NAME sets others)"
+            raise AssertionError(problem) from error
 
 
 def schedulers(plugin: Entry) -> tuple[str, ...]:
     """Both ways of scheduling; itself where `plugin` is a scheduler."""
-    return (plugin.name,) if plugin.kind == "scheduler" else ("chunked", "continuous")
+    if plugin.kind == "scheduler":
+        return (plugin.name,)
+    return (BESIDE["scheduler"],) if "scheduler" in BESIDE else ("chunked", "continuous")
 
 
 def for_random_workloads(plugin: Entry, check: Check) -> None:
     """`check` on many; fails with a small one that shows a fault, as a script."""
     for scheduler in schedulers(plugin):
-        probe = build(plugin, {"max_model_len": 16, "num_host_blocks": 1}, scheduler)
-        chunks = probe.engine.context.scheduler.chunks
+        chunks = splits(plugin, scheduler)
 
         def examine(case: Case, scheduler: str = scheduler, chunks: bool = chunks) -> None:
             with faults_named(plugin):
@@ -112,10 +118,15 @@ def for_random_workloads(plugin: Entry, check: Check) -> None:
         found = small_fault(cases(chunks), examine)
         if found:
             fault, case = found
-            program = script(policies_with(plugin, scheduler), case, bound(case, chunks))
-            pytest.fail(
-                f"{fault}\n\nA small workload that shows it:\n\n{indent(program, '    ')}", pytrace=False
-            )
+            program = indent(script(policies_with(plugin, scheduler), case, bound(case, chunks)), "    ")
+            pytest.fail(f"{fault}\n\nA small workload that shows it:\n\n{program}", pytrace=False)
+
+
+def splits(plugin: Entry, scheduler: str) -> bool:
+    """Whether prefills are split under `plugin` and `scheduler`; fails where no engine can be built of them."""
+    engines: list[TestEngine] = []
+    fails_plainly(lambda: engines.append(build(plugin, {"max_model_len": 16}, scheduler)))
+    return engines[0].engine.context.scheduler.chunks
 
 
 def bound(case: Case, chunks: bool) -> int:
