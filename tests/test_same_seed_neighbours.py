@@ -89,10 +89,10 @@ def base() -> dict[str, Any]:
 
 
 def changed(base: Mapping[str, Any], **groups: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with some settings of some groups replaced."""
+    """`base` with some settings of some groups replaced; with another choice, all of its group."""
     config = deepcopy(dict(base))
     for group, settings in groups.items():
-        config[group] = {**config[group], **settings}
+        config[group] = {**({} if "name" in settings else config[group]), **settings}
     return config
 
 

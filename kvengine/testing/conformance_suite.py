@@ -56,11 +56,8 @@ KINDS_OF = {
     "test_it_computes_what_the_reference_computes": ("attention",),
 }
 """The kinds that a test is for; all where it is not named."""
-NEEDS: dict[str, dict[str, str]] = {
-    "predictor": {"queue": "shortest_job"},
-    "preemption=never": {"admission": "reserve_worst_case"},
-}
-"""The policies without which one of that kind, or of that name, is never asked or makes no sense."""
+NEEDS: dict[str, dict[str, str]] = {"predictor": {"queue": "shortest_job"}}
+"""The policies without which one of that kind is never asked."""
 BESIDE: dict[str, str] = {}
 """The policies that the author wants beside it."""
 Check = Callable[[Case, str, int], None]
@@ -83,9 +80,7 @@ def registry() -> Registry:
 
 def policies_with(plugin: Entry, scheduler: str) -> dict[str, str]:
     """`plugin`, what it takes for it to matter, and `scheduler` unless it is one itself; the rest are defaults."""
-    kind = plugin.kind
-    needs = {**NEEDS.get(kind, {}), **NEEDS.get(f"{kind}={plugin.name}", {})}
-    return {"scheduler": scheduler, **needs, **BESIDE, kind: plugin.name}
+    return {"scheduler": scheduler, **NEEDS.get(plugin.kind, {}), **BESIDE, plugin.kind: plugin.name}
 
 
 def build(plugin: Entry, limits: dict[str, Any], scheduler: str, of: type[TestEngine] = TestEngine) -> Any:
