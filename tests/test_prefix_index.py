@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvengine.kv.prefix_index import Node, PrefixIndex, PrefixPath, root_of, sha256
 from kvengine.policies import Build, CachedBlock, Eviction
-from kvengine.registry import discover
+from kvengine.registry import discover, own_distribution
 
 BLOCK = 2
 
@@ -44,7 +44,11 @@ def eviction_named(name: str) -> Eviction:
     return discover().get("eviction", name).factory(None, Build())
 
 
-BUILT_IN = discover().names("eviction")
+BUILT_IN = [
+    entry.name
+    for entry in discover()
+    if entry.kind == "eviction" and entry.distribution == own_distribution()
+]
 ALL = [*BUILT_IN, "head_first", "confused"]
 
 

@@ -21,13 +21,15 @@ from kvengine.core.request import Request, SamplingParams
 from kvengine.core.sequence import Sequence, SequenceState
 from kvengine.core.shapes import PrefixCacheConfig
 from kvengine.policies import Queue
-from kvengine.registry import discover
+from kvengine.registry import discover, own_distribution
 from kvengine.testing.engines import TestEngine
 from kvengine.testing.sources import checksum_output
 from kvengine_plugins.queues.ordered import OrderedQueue, Ranking
 
 REGISTRY = discover()
-QUEUES = REGISTRY.names("queue")
+QUEUES = [
+    entry.name for entry in REGISTRY if entry.kind == "queue" and entry.distribution == own_distribution()
+]
 NO_CACHE = PrefixCacheConfig(mode="off")
 S = 1_000_000_000
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
