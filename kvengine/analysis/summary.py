@@ -51,7 +51,7 @@ def summarize(tables: dict[str, pa.Table], pool: PoolFacts, slo: SloConfig | Non
         "duration_s": duration_s,
         "output_tokens_per_s": output_tokens / duration_s if duration_s else None,
         **{name: percentiles(values) for name, values in latencies.items()},
-        "itl_ms": percentiles(_token_gaps_ms(tables["tokens"], steps)),
+        "itl_ms": percentiles(runs.gaps_ms()),
         **goodput(served, slo or SloConfig(), duration_s, latencies["ttft_ms"], latencies["tpot_ms"]),
         "by_priority": by_group(served, "priority", **latencies),
         "by_tenant": by_group(served, "tenant", **latencies),
@@ -105,29 +105,6 @@ def _duration_s(steps: pa.Table, served: pa.Table) -> float:
         return 0.0
     begin = served["arrival_ns"] if len(served) else steps["start_ns"]
     return int(steps["end_ns"].to_numpy().max() - begin.to_numpy().min()) / 1e9
-
-
-def _token_gaps_ms(tokens: pa.Table, steps: pa.Table) -> np.ndarray:
-    """All gaps between neighbouring tokens of a sequence, in ms.
-
-    Tokens of steps that a killed run did not record are left out.
-    """
-    ends = steps["end_ns"].to_numpy()
-    first = np.searchsorted(steps["step"].to_numpy(), tokens["first_step"].to_numpy())
-    count = np.minimum(tokens["num_steps"].to_numpy(), len(ends) - first)
-    owner = _sequence_numbers(tokens)
-    order = np.argsort(owner, kind="stable")
-    owner, first, count = owner[order], first[order], count[order]
-    in_run = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    moments, owner = ends[np.repeat(first, count) + in_run], np.repeat(owner, count)
-    return np.diff(moments)[owner[1:] == owner[:-1]] / 1e6
-
-
-def _sequence_numbers(tokens: pa.Table) -> np.ndarray:
-    """For every row, a number that stands for its request id and choice."""
-    request = tokens["request_id"].combine_chunks().dictionary_encode().indices.to_numpy()
-    choice = tokens["choice"].to_numpy().astype(np.int64)
-    return request * (choice.max(initial=0) + 1) + choice
 
 
 def _memory(tables: dict[str, pa.Table], pool: PoolFacts) -> dict[str, Any]:

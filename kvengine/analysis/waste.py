@@ -47,6 +47,13 @@ class TokenRuns:
         found[self.owner[opening][several]] = spans[several] / (counts[several] - 1) / 1e6
         return found
 
+    def gaps_ms(self) -> np.ndarray:
+        """All times between neighbouring tokens of a sequence."""
+        count = self.last - self.first + 1
+        in_run = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        moments, owner = self.ends[np.repeat(self.first, count) + in_run], np.repeat(self.owner, count)
+        return np.diff(moments)[owner[1:] == owner[:-1]] / 1e6
+
 
 def decode_stalls(tables: dict[str, pa.Table], runs: TokenRuns) -> tuple[np.ndarray, np.ndarray]:
     """Of every sequence with two tokens or more: the time (ns) of its decode phases in steps that gave it no token

@@ -43,12 +43,7 @@ class SchedulingContext(EngineView):
         """How often a sequence got further than it ever was, or ended."""
         self.refusals = Refusals(self.line, policies)
         self._forks = Forks(self.seats, self.memory, self.line)
-        self._preemptor = Preemptor(
-            seats=self.seats,
-            memory=self.memory,
-            line=self.line,
-            policies=policies,
-        )
+        self._preemptor = Preemptor(seats=self.seats, memory=self.memory, line=self.line, policies=policies)
         self._plan = StepPlan(step=0, now_ns=0)
         self._next_step = 0
         self._inbox: list[Callable[[], None]] = []
@@ -191,6 +186,11 @@ class SchedulingContext(EngineView):
             seq.num_scheduled_tokens = 1
             left -= 1
         self.token_budget_left = left
+
+    def schedule_running(self) -> None:
+        self.schedule_decodes()
+        for seq in self.prefilling:
+            self.schedule(seq, self.token_budget_left)
 
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
         if seq not in self.line:

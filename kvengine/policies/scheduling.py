@@ -119,6 +119,13 @@ class SchedulingView(Protocol):
         goes: what `schedule` would do for each, in order of admission."""
         ...
 
+    def schedule_running(self) -> None:
+        """`schedule_decodes`, and then all that those which prefill lack, in order of admission.
+
+        Also under a scheduler of whole prompts: a branch of a live request begins with tokens of its own.
+        """
+        ...
+
     def admit(self, seq: Sequence, max_tokens: int | None = None) -> int:
         """Let a waiting (or preempted) sequence run, with up to `max_tokens` now; 0 if refused.
 

@@ -38,9 +38,7 @@ class ChunkedScheduler(Scheduler):
         return None
 
     def _serve_running(self, view: SchedulingView) -> None:
-        view.schedule_decodes()
-        for seq in view.prefilling:
-            view.schedule(seq, view.token_budget_left)
+        view.schedule_running()
 
 
 class AdmissionOrderScheduler(ChunkedScheduler):

@@ -46,6 +46,4 @@ class ContinuousScheduler(Scheduler):
             self._num_prefills = self._num_prefills + 1 if decodes_wait else 0
             return
         self._num_prefills = 0
-        view.schedule_decodes()
-        for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
-            view.schedule(seq, view.token_budget_left)
+        view.schedule_running()

@@ -78,9 +78,7 @@ class MlfqScheduler(Scheduler):
             return
         if self._make_room(view) and self._admit_in_order(view):
             return
-        view.schedule_decodes()
-        for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
-            view.schedule(seq, view.token_budget_left)
+        view.schedule_running()
 
     def waits(self, seq: Sequence, now: int) -> None:
         job = self._running.pop(seq, None) or self._join(seq)

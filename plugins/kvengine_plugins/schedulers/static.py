@@ -131,8 +131,6 @@ class StaticScheduler(Scheduler):
         return entered > 0
 
     def _decode(self, view: SchedulingView) -> None:
-        view.schedule_decodes()
-        for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
-            view.schedule(seq, view.token_budget_left)
+        view.schedule_running()
         for seq in view.held:
             view.idle_row(seq)

@@ -34,9 +34,7 @@ class SerialScheduler(Scheduler):
         self._at_once = config.at_once
 
     def schedule(self, view: SchedulingView) -> None:
-        view.schedule_decodes()
-        for seq in view.prefilling:  # a branch of a live request begins with tokens of its own
-            view.schedule(seq, view.token_budget_left)
+        view.schedule_running()
         for seq in view.heads:
             if len(list(view.running)) >= self._at_once:
                 return view.stop(Reason.MAX_NUM_SEQS)
