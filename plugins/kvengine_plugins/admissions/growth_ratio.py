@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from kvengine.core.errors import ConfigError
 from kvengine.core.plan import StepPlan
-from kvengine.core.reasons import Reason, Refusal
 from kvengine.core.sequence import Sequence
-from kvengine.policies import Admission, SchedulingView
+from kvengine.policies import SchedulingView
+from kvengine_plugins.admissions.reserving import ReservingAdmission
 
 MAX_NEW_TOKENS = 4096
 """Of a longer rest only so many are taken into account."""
@@ -38,7 +38,7 @@ class GrowthRatioConfig:
             raise ConfigError("admission.decay_steps", self.decay_steps, "must be at least 1")
 
 
-class GrowthRatioAdmission(Admission):
+class GrowthRatioAdmission(ReservingAdmission):
     """Between reserving for the worst case (ratio 1) and hoping for the best (0): two numbers to turn.
 
     The remaining tokens are those up to max_tokens_total, so with known lengths it knows them too.
@@ -54,16 +54,9 @@ class GrowthRatioAdmission(Admission):
         first, last, steps = self._config.init_ratio, self._config.min_ratio, self._config.decay_steps
         return first - (first - last) * min(self._num_calm_steps, steps) / steps
 
-    def refuses(self, seq: Sequence, view: SchedulingView) -> Refusal | None:
-        running = list(view.running)
-        if not running:
-            return None
-        reserved = sum(self._lacks(other, view) for other in running)
-        needed, free = self._lacks(seq, view), view.num_free_blocks
-        if needed + reserved > free:
-            room = f"{needed} needed, {free} free, {reserved} of them reserved at ratio {self.ratio:.3f}"
-            return Refusal(Reason.NO_BLOCKS, room)
-        return None
+    @property
+    def basis(self) -> str:
+        return f" at ratio {self.ratio:.3f}"
 
     def preempted(self) -> None:
         self._num_calm_steps = 0
@@ -71,7 +64,7 @@ class GrowthRatioAdmission(Admission):
     def committed(self, plan: StepPlan) -> None:
         self._num_calm_steps += 1
 
-    def _lacks(self, seq: Sequence, view: SchedulingView) -> int:
+    def lacks(self, seq: Sequence, view: SchedulingView) -> int:
         """Blocks that `seq` is expected to take yet; each sibling besides for its growth and its own tail."""
         remaining = min(seq.max_tokens_total - seq.num_tokens, MAX_NEW_TOKENS)
         slots = min(seq.num_tokens + math.ceil(self.ratio * remaining), seq.max_tokens_total - 1)
